@@ -1,0 +1,46 @@
+"""The interface of a cost model: prices one signature at a time; the engine caches by signature."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from prism_plugins.program.model import CommSignature, OpSignature
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """What one occurrence of a signature costs on the target cluster."""
+
+    duration_ns: float
+    """Time on its stream."""
+    rule: str
+    """Which rule priced it, e.g. ``roofline/gemm``, ``measured``, ``alpha-beta/ring``."""
+    provenance: str
+    """``measured``, ``scaled``, ``modelled``, ``free`` (launches no kernel) or ``unpriced``."""
+    host_ns: float = 0.0
+    """Host time to issue it (framework and launch)."""
+    flops: float = 0.0
+    bytes: float = 0.0
+    """Device-memory traffic (compute) or bytes on the wire of the busiest link (communication)."""
+
+
+class CostModel(Protocol):
+    """Prices ops and communication on one described cluster."""
+
+    name: str
+    """For reports: model, cluster, version of the data behind it."""
+
+    def price_op(self, signature: OpSignature) -> Price:
+        """Price a device op. Never raises for an unknown op: provenance is then ``unpriced`` and the duration a
+        memory-bound estimate, never zero."""
+        ...
+
+    def price_comm(self, comm: CommSignature, ranks: tuple[int, ...], rank: int) -> Price:
+        """Price a collective or p2p call of ``rank`` in a group of these global ranks, from the moment the last
+        member arrived. For send/recv ``ranks`` is the pair (sender, receiver)."""
+        ...
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What this model assumes, one line each, for the report."""
+        ...

@@ -1,0 +1,15 @@
+"""The errors a user can meet, each carrying one line that says what, where and what to do."""
+
+from __future__ import annotations
+
+
+class PrismError(Exception):
+    """A mistake or a limit the user can act on. Shown as one line, without traceback; exit status 2."""
+
+
+class FileFormatError(PrismError):
+    """A file that is truncated, foreign, of a newer schema, or otherwise not what it should be."""
+
+
+class CannotDeriveError(Exception):
+    """A rank's program cannot be derived from the slices at hand; the conductor then slices that rank."""

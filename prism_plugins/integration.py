@@ -1,0 +1,81 @@
+"""The protocol a framework integration implements, and what it is handed inside a slice.
+
+Integrations are found by entry point ``prism_plugins.integrations``. They run inside the slice's process, hook
+the framework when it is imported, and report through :class:`SliceContext`. The only method called elsewhere
+is :meth:`Integration.rewrite_log`, in the conductor, which must not import the framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+from prism_plugins.program.model import MemoryCategory, Phase
+from prism_plugins.program.prediction import Prediction
+from prism_plugins.program.slices import JobFacts, SliceSpec
+
+
+class SliceContext(Protocol):
+    """What the core offers to an integration inside a slice."""
+
+    spec: SliceSpec
+
+    def on_import(self, module: str, hook: Callable[[ModuleType], None]) -> None:
+        """Call ``hook(module)`` right after the module was imported (now, if it already is)."""
+        ...
+
+    def patch(self, target: Any, name: str, replacement: Any, *, why: str) -> Any:
+        """Replace an attribute, remember it in the patch table, and return the original."""
+        ...
+
+    def set_facts(self, facts: JobFacts) -> None:
+        """Report the layout and the stages, before the first iteration. Written to disk at once, so that the
+        conductor can plan further slices while this one goes on."""
+        ...
+
+    def begin_phase(self, phase: Phase) -> None:
+        """Open a phase; closes the one that is open."""
+        ...
+
+    def end_phase(self) -> None:
+        """Close the open phase, if any."""
+        ...
+
+    def begin_iteration(self) -> None:
+        """A training iteration starts."""
+        ...
+
+    def end_iteration(self) -> None:
+        """A training iteration ended. May raise :class:`EndOfSlice` once enough was seen."""
+        ...
+
+    def tag(self, tensor: Any, category: MemoryCategory) -> None:
+        """Say what the storage behind a tensor is for."""
+        ...
+
+    def assume(self, text: str) -> None:
+        """Add a line to the assumptions (once)."""
+        ...
+
+    def log_line(self, text: str) -> None:
+        """Report one of the framework's own per-iteration log lines, as printed."""
+        ...
+
+
+class EndOfSlice(BaseException):
+    """Raised out of the training loop when the slice has seen enough. Not an Exception: scripts catch those."""
+
+
+class Integration(Protocol):
+    """One framework."""
+
+    name: str
+
+    def install(self, context: SliceContext) -> None:
+        """Register import hooks. Called in the slice before the script runs; must not import the framework."""
+        ...
+
+    def rewrite_log(self, lines: Sequence[str], prediction: Prediction) -> list[str]:
+        """The framework's own log lines at target scale."""
+        ...

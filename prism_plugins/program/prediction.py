@@ -1,0 +1,109 @@
+"""The prediction: what ``prediction.json`` holds. Keys are stable; additions do not change the schema number."""
+
+from __future__ import annotations
+
+import msgspec
+
+from prism_plugins.program.model import SCHEMA
+
+
+class ClassMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of the ranks of one class over a steady iteration, bytes."""
+
+    ranks: str
+    """Compact list, e.g. ``0-7,64-71``."""
+    name: str
+    peak_allocated_bytes: int
+    """As ``torch.cuda.max_memory_allocated``: caching-allocator blocks in use."""
+    peak_reserved_bytes: int
+    """As ``torch.cuda.max_memory_reserved``."""
+    allocated_bytes_end: int
+    """Allocated when the iteration ends."""
+    device_used_bytes: int
+    """Reserved plus CUDA context, cuBLAS and NCCL buffers: what nvidia-smi shows."""
+    capacity_bytes: int
+    peak_phase: str
+    by_category: dict[str, int]
+    """Requested bytes live at the peak, by :class:`MemoryCategory`."""
+
+
+class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the iteration of the slowest rank goes; the parts sum to the iteration time, ms."""
+
+    compute: float
+    exposed_communication: float
+    bubble: float
+    """Idle while waiting for another pipeline stage."""
+    host: float
+    """Device idle because the host had not launched yet."""
+    optimizer: float
+    """Compute inside the optimizer phase."""
+
+
+class SliceSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One slice."""
+
+    rank: int
+    seconds: float
+    ops: int
+    collectives: int
+    cached: bool
+
+
+class ClassSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One symmetry class."""
+
+    name: str
+    ranks: str
+    num_ranks: int
+    representative: int
+    source: str
+    """sliced, inferred or derived."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something the user should know before booking the cluster."""
+
+    kind: str
+    """oom, unpriced, hang, layout, audit, …"""
+    severity: str
+    """error, warning or info."""
+    ranks: str
+    phase: str
+    message: str
+
+
+class Audit(msgspec.Struct, frozen=True, kw_only=True):
+    """``--prism-audit``: ranks sliced only to be compared with their inferred program."""
+
+    ranks: tuple[int, ...] = ()
+    matched: int = 0
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module docstring."""
+
+    schema: int = SCHEMA
+    framework: str
+    world_size: int
+    layout: dict[str, int]
+    """tp, pp, vpp, cp, ep, etp, dp."""
+    num_microbatches: int
+    cluster: str
+    device: str
+    cost_model: str
+    iteration_time_ms: float
+    tokens_per_s_per_gpu: float | None
+    tflops_per_gpu: float | None
+    breakdown_ms: Breakdown
+    slowest_rank: int
+    memory: tuple[ClassMemory, ...]
+    slices: tuple[SliceSummary, ...]
+    classes: tuple[ClassSummary, ...]
+    findings: tuple[Finding, ...]
+    unpriced_ops: dict[str, int]
+    """Op name → occurrences per iteration over the classes' exemplars."""
+    synthesized_reads: int
+    assumptions: tuple[str, ...]
+    audit: Audit
+    simulate_seconds: float

@@ -1,0 +1,116 @@
+"""What the conductor tells a slice, and what a slice tells the conductor.
+
+Both travel as JSON files in the run directory; the program itself is a separate binary file.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from prism_plugins.program.model import SCHEMA, Phase
+from prism_plugins.world.layout import Layout
+
+
+class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a script can ask of ``torch.cuda.get_device_properties``."""
+
+    name: str
+    memory_bytes: int
+    """``total_memory`` as CUDA reports it, bytes."""
+    num_sms: int
+    capability: tuple[int, int]
+    l2_bytes: int = 50 * 2**20
+
+
+class SliceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a child process needs to run the script as one rank of the target world."""
+
+    schema: int = SCHEMA
+    rank: int
+    world_size: int
+    gpus_per_node: int
+    argv: tuple[str, ...]
+    """Script path (or module name) and its arguments, prism's flags removed."""
+    run_as: str = "script"
+    """``script`` (path) or ``module`` (``python -m``)."""
+    device: str = "virtual"
+    """``virtual``, ``cpu`` or ``cuda``."""
+    iterations: int = 3
+    """Iterations to run at most; a slice stops earlier once two in a row are equal."""
+    gpu: GpuFacts
+    slice_dir: str
+    """Where this slice writes: report.json, program.npz, journal.json, log.txt."""
+    journals: tuple[str, ...] = ()
+    """journal.json files of slices that ran before, for control payloads sent by virtual ranks."""
+    real_ranks: tuple[int, ...] = ()
+    """Ranks that run as processes at the same time; groups inside this set really communicate."""
+    store: str = ""
+    """host:port of the TCPStore the real ranks share; empty when none do."""
+    moe_load: str = "balanced"
+
+
+class OptimizerShard(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameter fragments one data-parallel rank's optimizer owns, in the order its loops visit them."""
+
+    index: int
+    """Index along the sharding axis (the rank in the group the optimizer shards over)."""
+    fragments: tuple[tuple[int, bool], ...]
+    """(number of elements, counted in the gradient norm on tp rank != 0 as well) of each fragment."""
+
+
+class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pipeline stage holds and in which order it works, told by the framework itself."""
+
+    fingerprint: str
+    """Equal for two stages that hold the same layers, embedding, loss, …"""
+    schedule: tuple[Phase, ...] = ()
+    """The phases of one iteration in the order the framework's scheduler runs them on this stage."""
+    num_warmup: int = 0
+
+
+class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the lead slice learnt about the job before its first iteration."""
+
+    framework: str
+    layout: Layout
+    stages: tuple[StageInfo, ...] = ()
+    """One per pipeline rank."""
+    shards: tuple[OptimizerShard, ...] = ()
+    """One per index of the sharding axis for this slice's own stage; empty when optimizer state is replicated."""
+    tokens_per_iteration: int = 0
+    model_flops_per_iteration: float = 0.0
+    """Of the whole job, by the framework's own formula where it has one."""
+
+
+class SliceReport(msgspec.Struct, kw_only=True):
+    """How a slice went."""
+
+    schema: int = SCHEMA
+    rank: int
+    status: str
+    """``ok``, ``user_error``, ``crashed``, ``never_trained``, ``interrupted``."""
+    message: str = ""
+    """For anything but ok: one line for the user."""
+    traceback: str = ""
+    phase: str = ""
+    """Where it was when it crashed."""
+    facts: JobFacts | None = None
+    seconds: float = 0.0
+    seconds_per_iteration: tuple[float, ...] = ()
+    iteration_hashes: tuple[str, ...] = ()
+    steady: bool = False
+    num_ops: int = 0
+    """Device ops (KERNEL events) in the steady iteration."""
+    num_comms: int = 0
+    record_ns_per_op: float = 0.0
+    max_rss_bytes: int = 0
+    peak_allocated_bytes: int = 0
+    """By the slice's own ledger, over the steady iteration."""
+    peak_reserved_bytes: int = 0
+    allocated_bytes_end: int = 0
+    """Live at the end of the steady iteration."""
+    synthesized_reads: int = 0
+    assumptions: tuple[str, ...] = ()
+    log_lines: tuple[str, ...] = ()
+    """The framework's own per-iteration log lines, as printed."""
+    cached: bool = False
