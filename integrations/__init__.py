@@ -1,0 +1,1 @@
+"""Framework integrations, packaged as ``prism_plugins.integrations``."""

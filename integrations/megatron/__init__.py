@@ -1,0 +1,7 @@
+"""Megatron-core integration."""
+
+
+class MegatronIntegration:
+    """Placeholder until the adapter lands in this same change set."""
+
+    name = "megatron"
