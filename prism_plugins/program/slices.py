@@ -50,12 +50,29 @@ class SliceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OptimizerShard(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameter fragments one data-parallel rank's optimizer owns, in the order its loops visit them."""
+    """The parameter fragments one data-parallel rank's optimizer owns, in the order its loops visit them.
+
+    A rank with several optimizers (dense and expert parameters, or a first model chunk stepped apart) has one
+    shard in each; they are stepped in the order of ``optimizer``.
+    """
 
     index: int
     """Index along the sharding axis (the rank in the group the optimizer shards over)."""
     fragments: tuple[tuple[int, bool], ...]
-    """(number of elements, counted in the gradient norm on tp rank != 0 as well) of each fragment."""
+    """(number of elements, counted in the gradient norm on tp rank != 0 as well) of each fragment, parameter
+    group after parameter group."""
+    optimizer: int = 0
+    """Position in the chain of optimizers."""
+    expert: bool = False
+    """Sharded over the data-parallel axis of the experts instead of dp x cp."""
+    group_sizes: tuple[int, ...] = ()
+    """How many fragments each parameter group has, in order (zeros included); the inner optimizer steps group by
+    group. Empty: one group."""
+    uncounted: tuple[int, ...] = ()
+    """Positions of fragments that no rank counts in the norm (embeddings shared with another stage)."""
+    full_precision: tuple[int, ...] = ()
+    """Positions of fragments whose model parameter is fp32 and has no separate main copy; visited after the
+    others by the loops that copy gradients and parameters, and first in their group everywhere else."""
 
 
 class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
