@@ -1,0 +1,125 @@
+"""Which ranks to slice, and which ranks each slice stands for.
+
+A role is a pipeline stage × (first rank of its tensor-parallel group or not). Ranks of one role run the same
+program but for the members of their groups and, with a distributed optimizer, their shard of it. Stages that
+hold the same (equal fingerprint) and are neither first nor last share a slice when their schedules can be built
+from its phases.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from prism_plugins.program.schedule import missing_for
+from prism_plugins.program.slices import JobFacts, StageInfo
+from prism_plugins.world.layout import Layout
+
+
+class Representative(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank to slice."""
+
+    rank: int
+    depends_on: tuple[int, ...] = ()
+    """Ranks whose slices must have ended before this one starts, because their journals serve it."""
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks of one pipeline stage that are (or are not) first in their tensor-parallel group."""
+
+    stage: int
+    tp_first: bool
+    captured_stage: int
+    """The stage whose slice this role's program comes from; its own when it is sliced itself."""
+    representative: int
+    """The rank that is sliced."""
+
+    @property
+    def sliced(self) -> bool:
+        """True when the representative belongs to this very role."""
+        return self.stage == self.captured_stage
+
+
+def plan_representatives(facts: JobFacts) -> tuple[Representative, ...]:
+    """The ranks to slice, rank 0 first, each with the ranks whose journals it needs.
+
+    Slices of first tensor-parallel ranks precede those of their peers, to whom they broadcast batches and sizes.
+    The last rank of the world is always among them: frameworks print the training log there.
+    """
+    chosen: dict[int, tuple[int, ...]] = {}
+    by_stage_first: dict[int, int] = {}
+    for role in sorted(plan_roles(facts), key=lambda r: not r.tp_first):
+        if not role.sliced:
+            continue
+        if role.tp_first:
+            by_stage_first[role.stage] = role.representative
+            depends_on = ()
+        else:
+            depends_on = tuple(sorted({0, by_stage_first[role.stage]}))
+        chosen[role.representative] = depends_on
+    last = facts.layout.world_size - 1
+    if last not in chosen:
+        chosen[last] = (0,)
+    return tuple(Representative(rank=rank, depends_on=deps) for rank, deps in chosen.items())
+
+
+def plan_roles(facts: JobFacts) -> tuple[Role, ...]:
+    """Every role of the job, by stage, the first tensor-parallel ranks first."""
+    layout = facts.layout
+    captured = captured_stages(facts.stages)
+    roles = []
+    for stage in range(layout.pp):
+        for tp_first in (True, False) if layout.tp > 1 else (True,):
+            representative = _representative(layout, captured[stage], tp_first)
+            roles.append(
+                Role(
+                    stage=stage,
+                    tp_first=tp_first,
+                    captured_stage=captured[stage],
+                    representative=representative,
+                )
+            )
+    return tuple(roles)
+
+
+def ranks_of_role(layout: Layout, role: Role) -> np.ndarray:
+    """Ranks of a role, ascending."""
+    axes = list(reversed(layout.sizes()))
+    grid = np.moveaxis(layout.grid(), (axes.index("pp"), axes.index("tp")), (0, 1))[role.stage]
+    return np.sort((grid[:1] if role.tp_first else grid[1:]).ravel())
+
+
+def captured_stages(stages: tuple[StageInfo, ...]) -> list[int]:
+    """For every stage the one to slice for it.
+
+    First and last stage stand for themselves. Among middle stages of equal fingerprint the fewest slices are
+    chosen (greedily, earlier stages preferred) from whose phases the schedules of the others can be built.
+    """
+    captured = list(range(len(stages)))
+    middle: dict[str, list[int]] = {}
+    for stage in range(1, len(stages) - 1):
+        middle.setdefault(stages[stage].fingerprint, []).append(stage)
+    for members in middle.values():
+        serves = {
+            stage: {
+                other
+                for other in members
+                if other == stage or not missing_for(stages[stage].schedule, stages[other].schedule)
+            }
+            for stage in members
+        }
+        open_stages = set(members)
+        while open_stages:
+            best = max(members, key=lambda stage: (len(serves[stage] & open_stages), -stage))
+            for other in serves[best] & open_stages:
+                captured[other] = best
+            open_stages -= serves[best]
+    return captured
+
+
+def _representative(layout: Layout, stage: int, tp_first: bool) -> int:
+    """A rank of the role: the last rank of the world where the role holds it and rank 0 is elsewhere."""
+    if layout.pp * layout.tp > 1 and stage == layout.pp - 1 and tp_first == (layout.tp == 1):
+        return layout.world_size - 1
+    coords = dict.fromkeys(layout.sizes(), 0) | {"pp": stage, "tp": 0 if tp_first else 1}
+    return layout.rank_of(coords)
