@@ -1,0 +1,134 @@
+"""Compiled regions: ``torch.compile`` and ``torch.jit.script`` as a slice offers them.
+
+On a GPU a compiled region saves for backward what the min-cut partitioner chose and runs a few fused kernels. A
+region that simply ran op by op would keep every intermediate alive and record ten ops for one kernel, so memory and
+time would both be wrong. Here a region is really compiled, by the backend of
+:mod:`prism_plugins.device.regions_inductor`; only kernels are replaced by records.
+
+Decorating costs nothing: Dynamo is imported at the first call of a region on the virtual device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from prism_plugins.integration import SliceContext
+
+
+def install_regions(context: SliceContext) -> None:
+    """Replace ``torch.compile`` and ``torch.jit.script`` (functions; scripted modules run op by op, counted)."""
+    regions = _Regions(context)
+    regions.real_compile = context.patch(
+        torch, "compile", regions.compile, why="plan compiled regions without Triton or a GPU"
+    )
+    regions.real_script = context.patch(
+        torch.jit, "script", regions.script, why="a scripted function is fused on a GPU, interpreted here"
+    )
+
+
+class _Regions:
+    """Makes regions, and the backend they share."""
+
+    def __init__(self, context: SliceContext) -> None:
+        self.real_compile: Callable[..., Any] = torch.compile
+        self.real_script: Callable[..., Any] = torch.jit.script
+        self._context = context
+        self._backend: Callable[..., Any] | None = None
+
+    def compile(
+        self,
+        model: Callable[..., Any] | None = None,
+        *,
+        fullgraph: bool = False,
+        dynamic: bool | None = None,
+        backend: str | Callable[..., Any] = "inductor",
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+        disable: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """``torch.compile`` with the same arguments; backends other than inductor are left alone."""
+        if model is None:
+            return functools.partial(
+                self.compile,
+                fullgraph=fullgraph,
+                dynamic=dynamic,
+                backend=backend,
+                mode=mode,
+                options=options,
+                disable=disable,
+                **kwargs,
+            )
+        if disable or backend != "inductor":
+            return self.real_compile(
+                model,
+                fullgraph=fullgraph,
+                dynamic=dynamic,
+                backend=backend,
+                mode=mode,
+                options=options,
+                disable=disable,
+                **kwargs,
+            )
+        if mode not in (None, "default") or options:
+            self._context.assume(
+                f"torch.compile(mode={mode!r}, options={options!r}) is planned as mode='default'"
+            )
+        if isinstance(model, torch.nn.Module):
+            return self.real_compile(
+                model, backend=self.backend(), dynamic=False, fullgraph=fullgraph, **kwargs
+            )
+        return self._region(model, fullgraph=fullgraph, **kwargs)
+
+    def script(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """``torch.jit.script``: functions become compiled regions."""
+        if isinstance(obj, torch.nn.Module | type):
+            self._context.assume(f"torch.jit.script of {_name(obj)}: its ops are not fused")
+            return self.real_script(obj, *args, **kwargs)
+        if not callable(obj):
+            return self.real_script(obj, *args, **kwargs)
+        self._context.assume(f"torch.jit.script of {_name(obj)} is planned by inductor, as torch.compile is")
+        return self._region(obj)
+
+    def backend(self) -> Callable[..., Any]:
+        """The backend; made at the first call."""
+        if self._backend is None:
+            from prism_plugins.device.regions_inductor import install_inductor
+
+            self._backend = install_inductor(self._context)
+        return self._backend
+
+    def _region(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        compiled: Callable[..., Any] | None = None
+
+        @functools.wraps(function)
+        def region(*args: Any, **kwargs: Any) -> Any:
+            nonlocal compiled
+            if compiled is None:
+                compiled = self.real_compile(function, backend=self.backend(), dynamic=False, **options)
+            try:
+                return compiled(*args, **kwargs)
+            except _compile_errors() as error:
+                self._context.assume(
+                    f"compiled region {_name(function)} could not be traced and runs op by op "
+                    f"({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+                )
+                compiled = function
+                return function(*args, **kwargs)
+
+        region._torchdynamo_inline = function
+        return region
+
+
+def _compile_errors() -> tuple[type[BaseException], ...]:
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException,)
+
+
+def _name(obj: Any) -> str:
+    return getattr(obj, "__qualname__", None) or type(obj).__qualname__
