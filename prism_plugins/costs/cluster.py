@@ -1,0 +1,183 @@
+"""The described cluster: what GPU, what node, what network.
+
+A description is a TOML file; the presets beside this module are such files, with the public source of each figure
+in a comment. ``load_cluster`` takes the name of a preset or the path of a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import pathlib
+import tomllib
+from typing import Any
+
+import msgspec
+
+from prism_plugins.errors import PrismError
+from prism_plugins.program.slices import GpuFacts
+
+DEFAULT_CLUSTER = "dgx-h100"
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One GPU."""
+
+    name: str
+    """As ``torch.cuda.get_device_name`` reports it."""
+    memory_bytes: int
+    """As CUDA reports it (``total_memory``), not the marketing figure."""
+    num_sms: int
+    capability: tuple[int, int]
+    l2_bytes: int
+    hbm_bytes_per_s: float
+    """Peak HBM bandwidth of the data sheet."""
+    peak_flops: dict[str, float]
+    """Dense peak of the data sheet, FLOP/s, by torch dtype name; ``tf32`` for float32 GEMMs with TF32 allowed."""
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One server."""
+
+    num_gpus: int
+    nvlink_bytes_per_s: float
+    """Per GPU and direction, of the data sheet."""
+    nvlink_latency_us: float
+    """One hop as a ring step sees it."""
+    nvls: bool
+    """NVSwitch reduces and multicasts in the switch (NVLink SHARP)."""
+    num_nics: int
+    """Compute-fabric NICs."""
+    nic_bytes_per_s: float
+    """Per NIC and direction, line rate."""
+    nic_latency_us: float
+    """One hop between nodes as a ring step sees it."""
+    pcie_bytes_per_s: float
+    """Host to device and back, per GPU and direction, as pinned copies reach it."""
+
+
+class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The network between nodes."""
+
+    oversubscription: float = 1.0
+    """Leaf-to-spine oversubscription: 2.0 halves what a NIC sees across nodes."""
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cluster of equal nodes. Sizes in bytes, rates in bytes/s or FLOP/s, latencies in microseconds."""
+
+    name: str
+    gpu: Gpu
+    node: Node
+    fabric: Fabric = Fabric()
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of one node; rank ``r`` runs on node ``r // gpus_per_node``."""
+        return self.node.num_gpus
+
+    def gpu_facts(self) -> GpuFacts:
+        """What a slice's virtual device reports about itself."""
+        return GpuFacts(
+            name=self.gpu.name,
+            memory_bytes=self.gpu.memory_bytes,
+            num_sms=self.gpu.num_sms,
+            capability=self.gpu.capability,
+            l2_bytes=self.gpu.l2_bytes,
+        )
+
+
+def presets() -> tuple[str, ...]:
+    """Names of the clusters that ship with the package."""
+    return tuple(
+        sorted(p.name.removesuffix(".toml") for p in _preset_dir().iterdir() if p.name.endswith(".toml"))
+    )
+
+
+def load_cluster(name_or_path: str = DEFAULT_CLUSTER) -> Cluster:
+    """Load a preset by name, or a description from a TOML file.
+
+    Raises:
+        PrismError: no such preset or file; not TOML; a key that is missing, unknown, of the wrong type or not
+            positive. The message names the file and the key.
+    """
+    if name_or_path in presets():
+        source = _preset_dir() / f"{name_or_path}.toml"
+        return parse_cluster(source.read_text(encoding="utf-8"), source=f"preset {name_or_path}")
+    path = pathlib.Path(name_or_path)
+    looks_like_path = path.suffix == ".toml" or path.exists() or len(path.parts) > 1
+    if not looks_like_path:
+        near = difflib.get_close_matches(name_or_path, presets(), n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise PrismError(
+            f"cluster '{name_or_path}': no such preset{hint}; presets are {', '.join(presets())}; "
+            "or give the path of a .toml file"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PrismError(f"cluster file {path}: cannot be read: {error}") from error
+    return parse_cluster(text, source=str(path))
+
+
+def parse_cluster(text: str, *, source: str) -> Cluster:
+    """Parse a TOML description; ``source`` names it in errors. Raises PrismError as :func:`load_cluster`."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PrismError(f"cluster {source}: not valid TOML: {error}") from error
+    _check_keys(data, Cluster, where="", source=source)
+    try:
+        cluster = msgspec.convert(data, Cluster)
+    except msgspec.ValidationError as error:
+        raise PrismError(f"cluster {source}: {_readable(error)}") from error
+    _check_values(cluster, source=source)
+    return cluster
+
+
+def _preset_dir() -> Any:
+    return importlib.resources.files("prism_plugins.costs") / "clusters"
+
+
+def _check_keys(data: dict[str, Any], struct: type[msgspec.Struct], *, where: str, source: str) -> None:
+    fields = {f.encode_name: f for f in msgspec.structs.fields(struct)}
+    for key, value in data.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            hint = f"did you mean '{where}{near[0]}'?" if near else f"known keys: {', '.join(fields)}"
+            raise PrismError(f"cluster {source}: unknown key '{where}{key}'; {hint}")
+        kind = fields[key].type
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+            _check_keys(value, kind, where=f"{where}{key}.", source=source)
+    for key, field in fields.items():
+        if key not in data and field.required:
+            raise PrismError(f"cluster {source}: key '{where}{key}' is missing")
+
+
+def _check_values(cluster: Cluster, *, source: str) -> None:
+    for section in ("gpu", "node", "fabric"):
+        struct = getattr(cluster, section)
+        for key in struct.__struct_fields__:
+            value = getattr(struct, key)
+            # Latencies may be zero (an ideal network); a count or a rate may not.
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                smallest_ok = value >= 0 if key.endswith("_latency_us") else value > 0
+                if not smallest_ok or value != value or value == float("inf"):
+                    raise PrismError(
+                        f"cluster {source}: key '{section}.{key}' must be a positive number, not {value}"
+                    )
+    for dtype, flops in cluster.gpu.peak_flops.items():
+        if not flops > 0:
+            raise PrismError(
+                f"cluster {source}: key 'gpu.peak_flops.{dtype}' must be a positive number, not {flops}"
+            )
+    if "bfloat16" not in cluster.gpu.peak_flops and "float16" not in cluster.gpu.peak_flops:
+        raise PrismError(f"cluster {source}: key 'gpu.peak_flops.bfloat16' is missing")
+
+
+def _readable(error: msgspec.ValidationError) -> str:
+    """``Expected `int`, got `str` - at `$.gpu.num_sms``` → ``key 'gpu.num_sms': expected int, got str``."""
+    what, _, where = str(error).partition(" - at ")
+    key = where.strip("`").removeprefix("$.")
+    what = what.replace("`", "")
+    return f"key '{key}': {what[:1].lower()}{what[1:]}" if key else what
