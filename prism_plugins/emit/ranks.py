@@ -1,12 +1,10 @@
-"""Compact lists of ranks, as the tables print them and the command line takes them: ``0-7,64-71``."""
+"""Compact lists of ranks, as the tables print them: ``0-7,64-71``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import numpy as np
-
-from prism_plugins.errors import PrismError
 
 
 def format_ranks(ranks: Iterable[int] | np.ndarray, *, max_runs: int = 0) -> str:
@@ -35,23 +33,3 @@ def shorten_ranks(text: str, *, max_runs: int = 3) -> str:
         first, _, last = run.partition("-")
         total += int(last or first) - int(first) + 1
     return ",".join(runs[:max_runs]) + f",… ({total} ranks)"
-
-
-def parse_ranks(text: str, *, world_size: int, what: str = "--ranks") -> tuple[int, ...]:
-    """Ranks of a list such as ``0-15,512`` or ``all``, ascending. Raises :class:`PrismError` for anything else."""
-    if text.strip() == "all":
-        return tuple(range(world_size))
-    ranks: set[int] = set()
-    for item in text.split(","):
-        first, dash, last = item.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise PrismError(
-                f"{what}: {item.strip()!r} is not a rank or a range of ranks; write e.g. 0-15,512 or all"
-            )
-        high = int(last or first)
-        if high >= world_size:
-            raise PrismError(
-                f"{what}: rank {high} is outside the world of {world_size} ranks (0-{world_size - 1})"
-            )
-        ranks.update(range(int(first), high + 1))
-    return tuple(sorted(ranks))

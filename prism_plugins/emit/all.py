@@ -1,0 +1,69 @@
+"""All outputs of a run, in one call at the end of the conductor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from prism_plugins.emit.console import make_console, print_summary
+from prism_plugins.emit.job_view import JobView
+from prism_plugins.emit.kineto import write_kineto
+from prism_plugins.emit.predicted_log import log_text, write_predicted_log
+from prism_plugins.emit.prediction_json import write_prediction
+from prism_plugins.emit.ranks import format_ranks
+from prism_plugins.program.prediction import Prediction
+from prism_plugins.rundir import RunDir
+
+MAX_TRACE_ROWS = 600_000
+"""Program rows traced by default, over all classes: about 10 s. ``prism trace`` writes any other rank."""
+
+
+def emit_all(
+    rundir: RunDir,
+    prediction: Prediction,
+    *,
+    view: JobView,
+    log_lines: Sequence[str],
+    console: Console | None = None,
+) -> None:
+    """Write prediction.json, predicted.log and the traces of one rank per class; print the log and the summary.
+
+    ``log_lines`` are the framework's lines at target scale (:meth:`Integration.rewrite_log`). Raises
+    :class:`PrismError` when the run directory cannot be written.
+    """
+    console = console or make_console(sys.stdout)
+    write_prediction(rundir.prediction, prediction)
+    files = [("prediction", _shown(rundir.prediction))]
+    if log_lines:
+        write_predicted_log(rundir.predicted_log, log_lines, prediction)
+        files.append(("predicted log", _shown(rundir.predicted_log)))
+        console.print(log_text(log_lines, prediction), markup=False, soft_wrap=True, end="")
+    ranks, left_out = view.ranks_to_trace(max_events=MAX_TRACE_ROWS)
+    write_traces(rundir, view, ranks)
+    more = f"; {left_out} classes not traced, `prism trace` writes them" if left_out else ""
+    files.append(("traces", f"{_shown(rundir.kineto)} (ranks {format_ranks(ranks)}{more})"))
+    files.append(("any rank", f"prism ops {_shown(rundir.path)} --rank R, prism trace {_shown(rundir.path)} --ranks R"))
+    print_summary(prediction, files=files, console=console)
+
+
+def write_traces(rundir: RunDir, view: JobView, ranks: Sequence[int]) -> list[Path]:
+    """Kineto traces of these ranks into the run directory."""
+    context = view.trace_context()
+    paths = []
+    for rank in ranks:
+        program, times = view.timed_program(rank)
+        path = rundir.kineto_trace(rank)
+        write_kineto(path, program, times, context)
+        paths.append(path)
+    return paths
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working directory where that is shorter."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,255 @@
+"""The summary on the console: what a tired engineer reads in ten seconds, in an order that never changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from prism_plugins.emit.ranks import shorten_ranks
+from prism_plugins.program.prediction import ClassMemory, Finding, Prediction
+
+WIDTH_WITHOUT_TERMINAL = 110
+MAX_ASSUMPTIONS = 12
+MAX_UNPRICED = 8
+MAX_FINDINGS = 12
+_LABEL_WIDTH = 12
+_BAR_CELLS = 24
+_GIB = 2**30
+_SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+
+
+def make_console(file: TextIO | None = None) -> Console:
+    """A console that colours only on a terminal and has a fixed width elsewhere."""
+    file = file or sys.stdout
+    if (getattr(file, "encoding", None) or "").lower().replace("-", "") != "utf8" and hasattr(
+        file, "reconfigure"
+    ):
+        file.reconfigure(errors="replace")
+    console = Console(file=file, highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console = Console(file=file, highlight=False, width=WIDTH_WITHOUT_TERMINAL, no_color=True)
+    return console
+
+
+def print_summary(
+    prediction: Prediction, *, files: Sequence[tuple[str, str]], console: Console | None = None
+) -> None:
+    """Print the summary. ``files`` are (what, path) of what was written."""
+    (console or make_console()).print(summary(prediction, files=files))
+
+
+def summary(prediction: Prediction, *, files: Sequence[tuple[str, str]] = ()) -> RenderableType:
+    """The summary as one renderable."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", width=_LABEL_WIDTH, no_wrap=True)
+    rows.add_column(ratio=1, overflow="fold")
+    rows.add_row("Verdict", _verdict(prediction))
+    rows.add_row("Iteration", _speed(prediction))
+    rows.add_row("Time", _breakdown(prediction))
+    rows.add_row("Memory", _memory(prediction))
+    rows.add_row("Ranks", _ranks(prediction))
+    rows.add_row("Audit", _audit(prediction))
+    rows.add_row("Findings", _findings(prediction.findings))
+    rows.add_row("Not priced", _unpriced(prediction))
+    rows.add_row("Synthesized", _synthesized(prediction))
+    rows.add_row("Assumed", _listed(prediction.assumptions, MAX_ASSUMPTIONS, "nothing"))
+    if files:
+        rows.add_row("Files", _files(files))
+    return Group(Text(), _title(prediction), rows, Text())
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes as GiB with one decimal, two below ten."""
+    value = num_bytes / _GIB
+    return f"{value:.1f} GiB" if value >= 10 else f"{value:.2f} GiB"
+
+
+def milliseconds(value: float) -> str:
+    """Milliseconds with the precision a reader can use."""
+    return (
+        f"{value:,.0f} ms" if value >= 10_000 else f"{value:,.1f} ms" if value >= 10 else f"{value:,.3f} ms"
+    )
+
+
+def tightest(memory: Sequence[ClassMemory]) -> ClassMemory:
+    """The class that comes closest to its device's capacity, or exceeds it most."""
+    return max(memory, key=lambda m: m.device_used_bytes / max(m.capacity_bytes, 1))
+
+
+def _title(p: Prediction) -> Text:
+    layout = " · ".join(
+        f"{name} {p.layout[name]}"
+        for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
+        if p.layout.get(name, 1) > 1 or name in ("tp", "pp", "dp")
+    )
+    return Text.assemble(
+        ("prism prediction", "bold"),
+        f" · {p.framework} · {p.world_size:,} ranks ({layout}), {p.num_microbatches} micro-batches · {p.cluster}"
+        f" · {p.device} device",
+    )
+
+
+def _verdict(p: Prediction) -> Text:
+    text = Text()
+    blockers = [f for f in p.findings if f.severity == "error" and f.kind != "oom"]
+    for finding in blockers:
+        text.append(f"does not run: {finding.kind}", style="bold red")
+        text.append(f" on ranks {shorten_ranks(finding.ranks)}\n" if finding.ranks else "\n")
+    over = [m for m in p.memory if m.device_used_bytes > m.capacity_bytes]
+    if over:
+        text.append("out of memory", style="bold red")
+        text.append(" on ranks " + shorten_ranks(",".join(m.ranks for m in over), max_runs=6))
+    elif p.memory:
+        text.append("fits" if not blockers else "memory would fit", style="bold green")
+    if p.memory:
+        worst = tightest(p.memory)
+        share = 100 * worst.device_used_bytes / max(worst.capacity_bytes, 1)
+        text.append(
+            f"; tightest is {worst.name}: {gib(worst.device_used_bytes)} of {gib(worst.capacity_bytes)}"
+            f" ({share:.1f} %)"
+        )
+    return text
+
+
+def _speed(p: Prediction) -> Text:
+    parts = [milliseconds(p.iteration_time_ms)]
+    if p.tokens_per_s_per_gpu is not None:
+        parts.append(f"{p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU")
+    if p.tflops_per_gpu is not None:
+        parts.append(f"{p.tflops_per_gpu:,.1f} TFLOP/s/GPU")
+    return Text("   ".join(parts), style="bold")
+
+
+def _breakdown(p: Prediction) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    b = p.breakdown_ms
+    parts = (
+        ("compute", b.compute),
+        ("optimizer", b.optimizer),
+        ("exposed communication", b.exposed_communication),
+        ("pipeline bubble", b.bubble),
+        ("host-bound", b.host),
+    )
+    total = sum(value for _, value in parts) or 1.0
+    for name, value in parts:
+        share = value / total
+        table.add_row(name, milliseconds(value), f"{100 * share:.1f} %", "▇" * round(_BAR_CELLS * share))
+    return Group(Text(f"of the slowest rank, {p.slowest_rank}"), table)
+
+
+def _memory(p: Prediction) -> RenderableType:
+    if not p.memory:
+        return Text("not predicted")
+    worst = tightest(p.memory)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    for name, value in sorted(worst.by_category.items(), key=lambda item: -item[1]):
+        if value:
+            table.add_row(name.replace("_", " "), gib(value))
+    outside = worst.device_used_bytes - worst.peak_reserved_bytes
+    table.add_row("peak allocated", gib(worst.peak_allocated_bytes), style="bold")
+    table.add_row("peak reserved", gib(worst.peak_reserved_bytes))
+    table.add_row("outside torch (context, NCCL, cuBLAS)", gib(outside))
+    table.add_row("used of the device", gib(worst.device_used_bytes), style="bold")
+    table.add_row("capacity", gib(worst.capacity_bytes))
+    least = min(m.device_used_bytes for m in p.memory)
+    where = f", peak in {worst.peak_phase}" if worst.peak_phase else ""
+    head = Text(f"of {worst.name}, ranks {shorten_ranks(worst.ranks)}{where}")
+    tail = Text(
+        f"all {len(p.memory)} classes use {gib(least)} to {gib(worst.device_used_bytes)}"
+        if len(p.memory) > 1
+        else "all ranks alike"
+    )
+    return Group(head, table, tail)
+
+
+def _ranks(p: Prediction) -> Text:
+    seconds = sum(s.seconds for s in p.slices)
+    cached = sum(s.cached for s in p.slices)
+    ops = max((s.ops for s in p.slices), default=0)
+    by_source: dict[str, int] = {}
+    for c in p.classes:
+        by_source[c.source] = by_source.get(c.source, 0) + c.num_ranks
+    sources = ", ".join(f"{by_source[s]:,} {s}" for s in ("sliced", "inferred", "derived") if s in by_source)
+    text = Text(
+        f"{len(p.slices)} slices ({seconds:.1f} s of work, {cached} from the cache, up to {ops:,} ops an iteration)"
+        f" stand for {p.world_size:,} ranks in {len(p.classes)} classes"
+    )
+    if sources:
+        text.append(f"\nprograms of ranks by class: {sources}; simulated in {p.simulate_seconds:.2f} s")
+    return text
+
+
+def _audit(p: Prediction) -> Text:
+    if not p.audit.ranks:
+        return Text("none (--prism-audit N compares N inferred ranks with real slices)", style="dim")
+    ranks = ",".join(map(str, p.audit.ranks))
+    failed = len(p.audit.ranks) - p.audit.matched
+    return Text(
+        f"{p.audit.matched} of {len(p.audit.ranks)} match (ranks {ranks})",
+        style="bold red" if failed else "green",
+    )
+
+
+def _findings(findings: Sequence[Finding]) -> RenderableType:
+    if not findings:
+        return Text("none")
+    order = {"error": 0, "warning": 1, "info": 2}
+    shown = sorted(findings, key=lambda f: order.get(f.severity, 3))
+    text = Text()
+    for i, finding in enumerate(shown[:MAX_FINDINGS]):
+        where = f" [ranks {shorten_ranks(finding.ranks)}{', ' + finding.phase if finding.phase else ''}]"
+        text.append("\n" if i else "")
+        text.append(f"{finding.severity}: {finding.kind}", style=_SEVERITY_STYLE.get(finding.severity, ""))
+        text.append((where if finding.ranks else "") + f" {finding.message}")
+    return _with_rest(text, len(shown) - MAX_FINDINGS)
+
+
+def _unpriced(p: Prediction) -> Text:
+    if not p.unpriced_ops:
+        return Text("every op has a cost rule")
+    ordered = sorted(p.unpriced_ops.items(), key=lambda item: -item[1])
+    text = Text(
+        f"{sum(p.unpriced_ops.values()):,} occurrences of {len(ordered)} ops, charged by their bytes: ",
+        style="yellow",
+    )
+    text.append(", ".join(f"{name} ({count:,})" for name, count in ordered[:MAX_UNPRICED]))
+    return _with_rest(text, len(ordered) - MAX_UNPRICED)
+
+
+def _synthesized(p: Prediction) -> Text:
+    if not p.synthesized_reads:
+        return Text("no value the script read back was synthesized")
+    return Text(f"{p.synthesized_reads:,} values the script read back were synthesized, not computed")
+
+
+def _listed(lines: Sequence[str], limit: int, nothing: str) -> Text:
+    if not lines:
+        return Text(nothing)
+    return _with_rest(Text("\n".join(f"· {line}" for line in lines[:limit])), len(lines) - limit)
+
+
+def _with_rest(text: Text, hidden: int) -> Text:
+    if hidden > 0:
+        text.append(f"\n… and {hidden} more in prediction.json", style="dim")
+    return text
+
+
+def _files(files: Sequence[tuple[str, str]]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, path in files:
+        table.add_row(what, path)
+    return Padding(table, 0)

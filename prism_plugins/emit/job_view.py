@@ -1,0 +1,60 @@
+"""The simulated job as the outputs look at it: the program and the times of any rank."""
+
+from __future__ import annotations
+
+import msgspec
+
+from prism_plugins.costs.base import CostModel
+from prism_plugins.emit.kineto import TraceContext
+from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.model import Program
+from prism_plugins.program.slices import GpuFacts
+from prism_plugins.simulate.timeline import OpTimes, Timeline
+
+
+class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    """What inference, costs and simulation gave, and questions about single ranks."""
+
+    job: JobPrograms
+    costs: CostModel
+    timeline: Timeline
+    gpu: GpuFacts
+    gpus_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the target world."""
+        return self.job.layout.world_size
+
+    def timed_program(self, rank: int) -> tuple[Program, OpTimes]:
+        """The program of a rank, represented or inferred, and the predicted times of its events."""
+        from prism_plugins.program.infer import program_of
+        from prism_plugins.simulate.engine import op_times
+
+        return program_of(self.job, rank), op_times(self.job, self.costs, self.timeline, rank)
+
+    def trace_context(self) -> TraceContext:
+        """What every trace says about the job."""
+        return TraceContext(
+            world_size=self.world_size,
+            iteration_time_ns=self.timeline.iteration_time_ns,
+            gpus_per_node=self.gpus_per_node,
+            gpu=self.gpu,
+            cost_model=self.costs.name,
+            price_op=self.costs.price_op,
+        )
+
+    def ranks_to_trace(self, *, max_events: int) -> tuple[list[int], int]:
+        """One rank per class, the slowest first, as many as fit into ``max_events`` rows but at least one; and how
+        many classes were left out."""
+        slowest = self.timeline.slowest_class
+        order = [slowest, *(i for i in range(len(self.job.classes)) if i != slowest)]
+        ranks: list[int] = []
+        rows = 0
+        for i in order:
+            symmetric = self.job.classes[i]
+            rows += len(symmetric.exemplar.events)
+            if ranks and rows > max_events:
+                continue
+            ranks.append(self.timeline.slowest_rank if i == slowest else int(symmetric.ranks[0]))
+        return ranks, len(order) - len(ranks)
