@@ -13,3 +13,15 @@ class FileFormatError(PrismError):
 
 class CannotDeriveError(Exception):
     """A rank's program cannot be derived from the slices at hand; the conductor then slices that rank."""
+
+
+class SliceFailed(Exception):
+    """A slice did not come to its end; carries what the user sees. Exit status 1."""
+
+
+class Interrupted(BaseException):
+    """A signal asked the conductor to stop. Exit status 128 + the signal's number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number

@@ -1,0 +1,200 @@
+"""Decides whether this process is the training script, and replaces it by the conductor if so.
+
+The flag is also seen by processes that merely pass it on (torchrun, deepspeed, ``python -m`` tools) and, as
+``PRISM_EMULATE=1``, by everything started from a shell. Only a process that runs a script or a module which is
+not such a tool is taken over. ``exec`` gives the conductor a clean interpreter without torch, the same as
+``python -m prism_plugins.run script.py …`` started by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LAUNCHER_SCRIPTS = frozenset(
+    [
+        "torchrun",
+        "torchrun-script",
+        "deepspeed",
+        "ds",
+        "accelerate",
+        "accelerate-launch",
+        "prism",
+        "pytest",
+        "py.test",
+        "ipython",
+        "jupyter",
+        "jupyter-lab",
+        "jupyter-notebook",
+        "ray",
+        "horovodrun",
+        "colossalai",
+        "composer",
+        "coverage",
+        "kernprof",
+        "mprof",
+        "pyinstrument",
+        "viztracer",
+        "debugpy",
+        "scalene",
+        "memray",
+    ]
+)
+"""Console scripts that start or host the training script."""
+
+LAUNCHER_MODULES = frozenset(
+    [
+        "torch.distributed.run",
+        "torch.distributed.launch",
+        "torch.distributed.launcher",
+        "torch.distributed.elastic",
+        "torch.utils.bottleneck",
+        "deepspeed.launcher",
+        "deepspeed",
+        "accelerate",
+        "pytest",
+        "_pytest",
+        "prism_plugins",
+        "IPython",
+        "ipykernel",
+        "jupyter",
+        "jupyter_core",
+        "notebook",
+        "ray",
+        "horovod",
+        "colossalai",
+        "composer",
+        "cProfile",
+        "profile",
+        "trace",
+        "pdb",
+        "coverage",
+        "debugpy",
+        "viztracer",
+        "scalene",
+        "memray",
+        "pyinstrument",
+        "kernprof",
+        "line_profiler",
+        "mpi4py",
+        "unittest",
+        "timeit",
+        "runpy",
+        "multiprocessing",
+        "pip",
+        "build",
+    ]
+)
+"""Modules run with ``-m`` (they and their submodules) that start or host the training script."""
+
+_FLAGS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+
+
+class CommandLine(NamedTuple):
+    """How the interpreter was started."""
+
+    flags: tuple[str, ...]
+    """Interpreter options before the script."""
+    kind: str
+    """``script``, ``module``, ``command``, ``stdin`` or ``interactive``."""
+    target: str
+    """Script path or module name."""
+    arguments: tuple[str, ...]
+
+
+def parse_command_line(orig_argv: Sequence[str]) -> CommandLine:
+    """Split ``sys.orig_argv`` as CPython does: options, then ``-m module``, ``-c command`` or a script."""
+    rest = list(orig_argv[1:])
+    flags: list[str] = []
+    while rest:
+        word = rest[0]
+        if word == "-":
+            return CommandLine(tuple(flags), "stdin", "-", tuple(rest[1:]))
+        if not word.startswith("-"):
+            return CommandLine(tuple(flags), "script", word, tuple(rest[1:]))
+        rest.pop(0)
+        if word in _FLAGS_WITH_VALUE:
+            flags += [word, rest.pop(0)] if rest else [word]
+            continue
+        if word.startswith("--"):
+            flags.append(word)
+            continue
+        # A cluster of one-letter options; m and c take the rest of the word, or the next word.
+        for i, letter in enumerate(word[1:], start=1):
+            if letter in "WX":
+                if i + 1 == len(word) and rest:
+                    flags += [word, rest.pop(0)]
+                else:
+                    flags.append(word)
+                break
+            if letter in "mc":
+                if i > 1:
+                    flags.append(word[:i])
+                target = word[i + 1 :] or (rest.pop(0) if rest else "")
+                kind = "module" if letter == "m" else "command"
+                return CommandLine(tuple(flags), kind, target, tuple(rest))
+        else:
+            flags.append(word)
+    return CommandLine(tuple(flags), "interactive", "", ())
+
+
+def take_over() -> None:
+    """Replace this process by the conductor when it is the training script; return otherwise."""
+    if not sys.executable or hasattr(sys, "ps1") or sys.flags.interactive:
+        return
+    words = conductor_arguments(parse_command_line(sys.orig_argv), sys.argv)
+    if words is None:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os.execve(sys.executable, [sys.executable, *words], os.environ.copy())
+
+
+def conductor_arguments(line: CommandLine, argv: Sequence[str]) -> list[str] | None:
+    """The interpreter's arguments that start the conductor for this command line, or None not to arm.
+
+    ``argv`` is the current ``sys.argv``. It differs from the command line where a tool runs the script in its
+    own process (``python -m cProfile train.py``): the script is then emulated without the tool.
+    """
+    flags = [*line.flags] if "-P" in line.flags else [*line.flags, "-P"]
+    conductor = [*flags, "-m", "prism_plugins.run"]
+    if line.kind == "script":
+        name = os.path.basename(line.target)
+        if name.removesuffix(".exe") not in LAUNCHER_SCRIPTS:
+            return [*conductor, line.target, *line.arguments]
+        return _hosted_script(conductor, line, argv)
+    if line.kind == "module":
+        if _is_launcher_module(line.target) or _passes_on_a_script(line.arguments):
+            return _hosted_script(conductor, line, argv)
+        return [*conductor, "-m", line.target, *line.arguments]
+    return None
+
+
+def _is_launcher_module(module: str) -> bool:
+    parts = module.split(".")
+    return any(".".join(parts[:n]) in LAUNCHER_MODULES for n in range(1, len(parts) + 1))
+
+
+def _passes_on_a_script(arguments: Sequence[str]) -> bool:
+    """Whether a positional argument before the flag is a Python file: ``python -m tool train.py --prism-emulate``."""
+    previous = ""
+    for word in arguments:
+        if word.startswith("--prism-"):
+            return False
+        takes_value = previous.startswith("-") and "=" not in previous
+        if word.endswith(".py") and not takes_value and os.path.isfile(word):
+            return True
+        previous = word
+    return False
+
+
+def _hosted_script(conductor: list[str], line: CommandLine, argv: Sequence[str]) -> list[str] | None:
+    """The script that a profiler or debugger runs inside its own process, once it has rewritten ``sys.argv``."""
+    script = argv[0] if argv else ""
+    if not script.endswith(".py") or script not in line.arguments or not os.path.isfile(script):
+        return None
+    print(f"prism: emulating {script} without {line.target}, which started it", file=sys.stderr)
+    return [*conductor, *argv]

@@ -1,0 +1,280 @@
+"""The options of an emulation: flags, their environment twins, validation, one typed object.
+
+Every option is one row of :data:`TABLE`, which also feeds ``--prism-help``. Flags win over the environment. They
+are taken out of the command line, so that the script's own parser never sees them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from prism_plugins.errors import PrismError
+
+MAX_WORLD_SIZE = 1 << 20
+DEVICES = ("auto", "virtual", "cuda", "cpu")
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user asked for. Written to run.json."""
+
+    world_size: int
+    """Ranks of the target world."""
+    cluster: str = "dgx-h100"
+    """Preset name or path of a TOML file."""
+    device: str = "virtual"
+    """``virtual``, ``cpu`` or ``cuda``; ``auto`` is resolved before this object is made."""
+    ranks: tuple[int, ...] = ()
+    """Ranks of interest: sliced themselves, whether or not another rank represents them."""
+    iterations: int = 5
+    """Iterations a slice runs at most while it waits for two equal ones."""
+    audit: int = 0
+    """Further ranks to slice only to compare them with their inferred program."""
+    strict: bool = False
+    """Unpriced ops are an error."""
+    out: str = ""
+    """Run directory; empty: prism_out/<time>-<script>."""
+    jobs: int = 1
+    """Slices at a time."""
+    cache: bool = True
+
+    @property
+    def all_ranks(self) -> bool:
+        """Whether every rank of the target world is of interest."""
+        return len(self.ranks) == self.world_size
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Options and the user's own command."""
+
+    options: Options
+    run_as: str
+    """``script`` or ``module``."""
+    argv: tuple[str, ...]
+    """Script path or module name, then its arguments."""
+
+
+class Option(NamedTuple):
+    """One row of the table."""
+
+    flag: str
+    metavar: str
+    """Empty for a switch."""
+    parse: Callable[[str], Any]
+    default: str
+    """As shown in the help."""
+    help: str
+
+    @property
+    def env(self) -> str:
+        """The environment twin: ``--prism-world-size`` is ``PRISM_WORLD_SIZE``."""
+        return self.flag.removeprefix("--").replace("-", "_").upper()
+
+    @property
+    def name(self) -> str:
+        """Key of the parsed value."""
+        return self.flag.removeprefix("--prism-").replace("-", "_")
+
+
+def _integer(lowest: int, highest: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(f"expects a whole number, not {text!r}") from None
+        if not lowest <= value <= highest:
+            raise ValueError(f"must be between {lowest} and {highest}, not {value}")
+        return value
+
+    return parse
+
+
+def _choice(*values: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in values:
+            raise ValueError(f"must be one of {', '.join(values)}, not {text!r}{_did_you_mean(text, values)}")
+        return text
+
+    return parse
+
+
+def _switch(text: str) -> bool:
+    low = text.lower()
+    if low in ("1", "true", "yes", "on"):
+        return True
+    if low in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError(f"is a switch: 1 or 0, not {text!r}")
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError("must not be empty")
+    return text
+
+
+TABLE = (
+    Option("--prism-emulate", "", _switch, "", "Emulate the job instead of running it."),
+    Option(
+        "--prism-world-size", "W", _integer(1, MAX_WORLD_SIZE), "required", "Ranks (GPUs) of the target job."
+    ),
+    Option(
+        "--prism-cluster",
+        "PRESET|FILE",
+        _text,
+        "dgx-h100",
+        "The cluster to predict for: a preset (dgx-h100, dgx-h200, dgx-a100) or a TOML file.",
+    ),
+    Option(
+        "--prism-device",
+        "auto|virtual|cuda|cpu",
+        _choice(*DEVICES),
+        "auto",
+        "What slices run on. virtual: no GPU, shapes only. cpu: really computed on the CPU (small models). "
+        "auto: virtual.",
+    ),
+    Option(
+        "--prism-ranks",
+        "LIST|all",
+        _text,
+        "none",
+        "Ranks of interest, e.g. 0,5-9: run as slices of their own instead of being inferred.",
+    ),
+    Option(
+        "--prism-iterations",
+        "N",
+        _integer(1, 1000),
+        "5",
+        "Iterations a slice runs at most; it ends as soon as two in a row are equal.",
+    ),
+    Option(
+        "--prism-audit",
+        "N",
+        _integer(0, MAX_WORLD_SIZE),
+        "0",
+        "Also run N ranks that no slice represents and compare them, op by op, with what was inferred.",
+    ),
+    Option("--prism-strict", "", _switch, "off", "An op that no cost rule prices is an error."),
+    Option(
+        "--prism-out",
+        "DIR",
+        _text,
+        "prism_out/<time>-<script>",
+        "Run directory: programs, prediction.json, predicted.log, traces.",
+    ),
+    Option("--prism-jobs", "N", _integer(1, 4096), "number of cores", "Slices at a time."),
+    Option("--prism-no-cache", "", _switch, "off", "Neither reuse nor keep slices of earlier runs."),
+    Option("--prism-help", "", _switch, "", "Show this help."),
+)
+_BY_FLAG = {option.flag: option for option in TABLE}
+
+
+def parse_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Job | None:
+    """Parse ``[prism flags] SCRIPT|-m MODULE … [prism flags] …``; None when help was asked for.
+
+    Raises:
+        PrismError: one line for an unknown flag, a missing or bad value, or no script.
+    """
+    given, rest = _split(words)
+    if given.get("help") is not None:
+        return None
+    values: dict[str, Any] = {}
+    for option in TABLE:
+        text, source = given.get(option.name), option.flag
+        if text is None:
+            text, source = environ.get(option.env), option.env
+        if text is not None:
+            try:
+                values[option.name] = option.parse(text)
+            except ValueError as error:
+                raise PrismError(f"{source} {error}") from None
+    if rest and rest[0] == "-m":
+        run_as, rest = "module", rest[1:]
+    else:
+        run_as = "script"
+    if not rest:
+        raise PrismError("no script given; use: python -m prism_plugins.run SCRIPT … or --prism-help")
+    return Job(options=_options(values), run_as=run_as, argv=tuple(rest))
+
+
+def parse_ranks(text: str, *, world_size: int) -> tuple[int, ...]:
+    """``0,5-9`` or ``all`` as ascending ranks. Raises ValueError."""
+    if text == "all":
+        return tuple(range(world_size))
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"expects ranks such as 0,5-9 or all, not {text!r}")
+        low, high = int(first), int(last or first)
+        if high < low:
+            raise ValueError(f"has the empty range {part.strip()}")
+        if high >= world_size:
+            raise ValueError(
+                f"names rank {high}, but the world size is {world_size} (ranks 0-{world_size - 1})"
+            )
+        ranks.update(range(low, high + 1))
+    return tuple(sorted(ranks))
+
+
+def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Separate prism's flags from the rest; values still text, "1" for a switch."""
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        if not word.startswith("--prism-"):
+            rest.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        option = _BY_FLAG.get(flag)
+        if option is None:
+            raise PrismError(f"unknown flag {flag}{_did_you_mean(flag, _BY_FLAG)} (--prism-help lists all)")
+        if not option.metavar:
+            if equals:
+                raise PrismError(f"{flag} takes no value")
+            value = "1"
+        elif not equals:
+            if not queue or queue[0].startswith("--"):
+                raise PrismError(f"{flag} needs a value ({option.metavar})")
+            value = queue.pop(0)
+        given[option.name] = value
+    return given, rest
+
+
+def _options(values: dict[str, Any]) -> Options:
+    world_size = values.get("world_size")
+    if world_size is None:
+        raise PrismError("--prism-world-size is missing: how many GPUs has the job to be emulated?")
+    device = values.get("device", "auto")
+    if device == "cuda":
+        raise PrismError("--prism-device cuda is not available yet; use virtual (no GPU needed) or cpu")
+    try:
+        ranks = parse_ranks(values["ranks"], world_size=world_size) if "ranks" in values else ()
+    except ValueError as error:
+        raise PrismError(f"--prism-ranks {error}") from None
+    audit = values.get("audit", 0)
+    if audit >= world_size and audit > 0:
+        raise PrismError(f"--prism-audit must be less than the world size {world_size}, not {audit}")
+    return Options(
+        world_size=world_size,
+        cluster=values.get("cluster", "dgx-h100"),
+        device="virtual" if device == "auto" else device,
+        ranks=ranks,
+        iterations=values.get("iterations", 5),
+        audit=audit,
+        strict=values.get("strict", False),
+        out=values.get("out", ""),
+        jobs=values.get("jobs") or len(os.sched_getaffinity(0)),
+        cache=not values.get("no_cache", False),
+    )
+
+
+def _did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,54 @@
+"""``python -m prism_plugins.run [SCRIPT | -m MODULE] …``: the conductor's process.
+
+This is what the flag turns a launch into; starting it by hand is the same, and the way where torch does not load
+entry points (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+
+from prism_plugins.errors import Interrupted, PrismError, SliceFailed
+from prism_plugins.options import parse_command
+
+
+def main() -> int:
+    """Run the emulation that the command line asks for; returns the exit status."""
+    try:
+        job = parse_command(sys.argv[1:])
+        if job is None:
+            from prism_plugins.options_help import print_help
+
+            print_help()
+            return 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
+        from prism_plugins.conductor import conduct
+
+        return conduct(job)
+    except PrismError as error:
+        print(f"prism: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except SliceFailed as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    except Interrupted as stop:
+        name = signal.Signals(stop.number).name
+        print(
+            f"prism: stopped by {name}; the same command again reuses the slices that had finished",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 128 + stop.number
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    # A second signal, while the children are being ended, has the default effect.
+    signal.signal(number, signal.SIG_DFL)
+    raise Interrupted(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""The run directory: where every artefact lies, atomic writes, and readers that say what is wrong with a file."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from prism_plugins import __version__
+from prism_plugins.errors import FileFormatError, PrismError
+from prism_plugins.options import Job
+from prism_plugins.program.model import SCHEMA
+from prism_plugins.program.slices import JobFacts, SliceReport
+
+T = TypeVar("T")
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """run.json: what was run, and what there is to read."""
+
+    schema: int = SCHEMA
+    prism_version: str = __version__
+    started: str = ""
+    """ISO 8601, local time with offset."""
+    status: str = "running"
+    """``running``, ``ok``, ``failed`` or ``interrupted``."""
+    job: Job
+    launch_world: int = 1
+    """Physical ranks of the launch."""
+    facts: JobFacts | None = None
+    slices: tuple[int, ...] = ()
+    """Ranks whose programs inference may use (audited ranks are not among them)."""
+    audited: tuple[int, ...] = ()
+    versions: dict[str, str] = {}
+
+
+class SliceDir:
+    """Paths of one slice's files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.spec = path / "spec.json"
+        self.facts = path / "facts.json"
+        self.report = path / "report.json"
+        self.program = path / "program.npz"
+        self.journal = path / "journal.json"
+        self.log = path / "log.txt"
+        self.manifest = path / "manifest.json"
+
+
+class RunDir:
+    """Paths of one run."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.run = self.path / "run.json"
+        self.slices = self.path / "slices"
+        self.prediction = self.path / "prediction.json"
+        self.predicted_log = self.path / "predicted.log"
+        self.kineto = self.path / "kineto"
+
+    def slice(self, rank: int) -> SliceDir:
+        """Where one rank's slice lies."""
+        return SliceDir(self.slices / str(rank))
+
+    def kineto_trace(self, rank: int) -> Path:
+        """The Kineto-style trace of one rank."""
+        return self.kineto / f"rank{rank}.json.gz"
+
+    def read_info(self) -> RunInfo:
+        """run.json; raises :class:`FileFormatError` or, where there is none, :class:`PrismError`."""
+        if not self.run.exists():
+            raise PrismError(f"{self.path} is not a run directory (it has no run.json)")
+        return read_json(self.run, RunInfo)
+
+    def read_report(self, rank: int) -> SliceReport:
+        """The report of one slice."""
+        return read_json(self.slice(rank).report, SliceReport)
+
+    def write_info(self, info: RunInfo) -> None:
+        """Write run.json."""
+        write_json(self.run, info)
+
+
+def create(job: Job, *, now: datetime.datetime | None = None) -> RunDir:
+    """Make the run directory, or take over one of an earlier run.
+
+    Raises:
+        PrismError: the place cannot be written, or holds something that is not a run directory.
+    """
+    if job.options.out:
+        path = Path(job.options.out)
+    else:
+        stamp = (now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S")
+        stem = Path(job.argv[0]).stem if job.run_as == "script" else job.argv[0]
+        base = Path("prism_out") / f"{stamp}-{stem}"
+        path, n = base, 1
+        while path.exists():
+            n += 1
+            path = base.with_name(f"{base.name}-{n}")
+    rundir = RunDir(path.absolute())
+    if path.exists():
+        if not path.is_dir():
+            raise PrismError(f"--prism-out {path} is a file; name a directory")
+        if any(path.iterdir()) and not rundir.run.exists():
+            raise PrismError(
+                f"--prism-out {path} is not empty and not a run directory (no run.json); nothing was written"
+            )
+        if rundir.run.exists():
+            rundir.read_info()
+    with writing(path):
+        rundir.slices.mkdir(parents=True, exist_ok=True)
+        # Only a real write tells: root passes permission checks on a read-only file system's directories.
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"prism")
+    return rundir
+
+
+@contextlib.contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Turn an operating system's refusal to write into one line for the user."""
+    try:
+        yield
+    except OSError as error:
+        hint = {
+            errno.ENOSPC: "; free some space or choose another --prism-out",
+            errno.EROFS: "; choose another --prism-out",
+            errno.EACCES: "; choose another --prism-out",
+            errno.EPERM: "; choose another --prism-out",
+            errno.EDQUOT: "; the quota is used up",
+        }.get(error.errno or 0, "")
+        raise PrismError(f"cannot write {path}: {error.strerror or error}{hint}") from error
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write to a temporary name and rename, so that a reader never meets half a file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a struct as readable JSON, atomically."""
+    write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+
+
+class _Versioned(msgspec.Struct):
+    schema: int
+
+
+def read_json(path: Path, kind: type[T], *, versioned: bool = True) -> T:
+    """Read a struct, checking the schema number first.
+
+    Raises:
+        FileFormatError: missing, truncated, foreign, or written by a newer version.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise FileFormatError(f"{path} is missing") from None
+    except OSError as error:
+        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        if versioned:
+            schema = msgspec.json.decode(data, type=_Versioned).schema
+            if schema > SCHEMA:
+                raise FileFormatError(
+                    f"{path} was written by a newer version of prism (schema {schema}, this one reads up to "
+                    f"{SCHEMA}); upgrade prism-plugins"
+                )
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise FileFormatError(f"{path} is not what it should be ({kind.__name__}): {error}") from None
+    except msgspec.DecodeError as error:
+        raise FileFormatError(f"{path} is truncated or not JSON: {error}") from None

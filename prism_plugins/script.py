@@ -1,0 +1,65 @@
+"""Run the user's script the way ``python script.py`` or ``python -m module`` would."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import os
+import runpy
+import sys
+import traceback
+from types import ModuleType
+
+from prism_plugins.errors import PrismError
+from prism_plugins.program.slices import SliceSpec
+
+
+def run_script(spec: SliceSpec) -> None:
+    """Run ``spec.argv`` as ``__main__`` in this process, with its own ``sys.argv`` and ``sys.path[0]``."""
+    target, arguments = spec.argv[0], list(spec.argv[1:])
+    if spec.run_as == "module":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = [target, *arguments]
+        try:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        except ImportError as error:
+            if error.name == target:
+                raise PrismError(f"no module named {target}") from error
+            raise
+        return
+    sys.argv = [target, *arguments]
+    if not os.path.isfile(target):
+        if os.path.isdir(target):
+            runpy.run_path(target, run_name="__main__")
+            return
+        raise PrismError(f"script {target} does not exist")
+    sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
+    _run_file(os.path.abspath(target))
+
+
+def script_traceback(error: BaseException) -> str:
+    """The traceback without prism's own frames at its start."""
+    own = os.path.dirname(os.path.abspath(__file__))
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        name = tb.tb_frame.f_code.co_filename
+        if not (name.startswith((own, "<frozen")) or name == runpy.__file__):
+            break
+        tb = tb.tb_next
+    return "".join(traceback.format_exception(type(error), error, tb))
+
+
+def _run_file(path: str) -> None:
+    """Execute in the real ``__main__`` module, so that pickling, multiprocessing and inspect see what they expect."""
+    with open(path, "rb") as file:
+        source = file.read()
+    main = ModuleType("__main__")
+    main.__dict__.update(
+        __file__=path,
+        __builtins__=builtins,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", path),
+        __spec__=None,
+        __cached__=None,
+    )
+    sys.modules["__main__"] = main
+    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)

@@ -1,0 +1,191 @@
+"""``python -m prism_plugins.slice SPEC.json``: run the user's script as one rank of the target world.
+
+The order matters: the virtual CUDA library is loaded before torch, torch is prepared before the script imports
+it, integrations only register import hooks. Everything found is written to the slice's directory; the process
+exits with status 0 and the report says how it went.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from prism_plugins.cache import make_manifest
+from prism_plugins.errors import PrismError
+from prism_plugins.integration import EndOfSlice, Integration
+from prism_plugins.program.model import EventKind, Program
+from prism_plugins.program.slices import SliceReport, SliceSpec
+from prism_plugins.rundir import SliceDir, read_json, write_json
+from prism_plugins.script import run_script, script_traceback
+from prism_plugins.slice_context import Context
+
+
+class Slice:
+    """One slice's run."""
+
+    def __init__(self, spec: SliceSpec) -> None:
+        self.spec = spec
+        self.dir = SliceDir(Path(spec.slice_dir))
+        self.context: Context | None = None
+        self.journal: Any = None
+        self.integrations: list[Integration] = []
+        self.report: SliceReport | None = None
+        self._started = time.monotonic()
+
+    def run(self) -> None:
+        """Prepare the process, run the script, write what was found."""
+        try:
+            context = self._prepare()
+            run_script(self.spec)
+        except EndOfSlice:
+            pass
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                self._failed("crashed", f"the script exited with status {stop.code}", "")
+        except PrismError as error:
+            self._failed("user_error", str(error), "")
+        except KeyboardInterrupt:
+            self._failed("interrupted", "interrupted", "")
+        except BaseException as error:
+            self._failed("crashed", f"{type(error).__name__}: {error}", script_traceback(error))
+        else:
+            context.end_iteration()
+        if self.report is None:
+            self.save()
+
+    def save(self) -> None:
+        """Write program, journal and report of a slice that came to its end (once)."""
+        if self.report is not None:
+            return
+        context = self.context
+        assert context is not None
+        if context.iteration is None:
+            self._never_trained()
+            return
+        recorded, stats = context.iteration, context.iteration_stats
+        from prism_plugins.program.store import save_program
+
+        program = Program(
+            rank=self.spec.rank,
+            events=recorded.events,
+            signatures=list(recorded.signatures),
+            comms=list(recorded.comms),
+            groups=list(recorded.groups),
+            phases=list(recorded.phases),
+            initial=list(recorded.initial),
+        )
+        save_program(program, self.dir.program)
+        if self.journal is not None:
+            self.journal.save(self.dir.journal)
+        write_json(self.dir.manifest, make_manifest())
+        kinds = program.events["kind"]
+        if not context.steady:
+            context.assume(
+                f"rank {self.spec.rank}: no two of {len(context.hashes)} iterations in a row were equal; the last one counts"
+            )
+        self._write(
+            SliceReport(
+                rank=self.spec.rank,
+                status="ok",
+                steady=context.steady,
+                num_ops=int((kinds == EventKind.KERNEL).sum()),
+                num_comms=int((kinds == EventKind.COMM).sum()),
+                record_ns_per_op=_number(stats, "record_ns_per_op"),
+                peak_allocated_bytes=int(_number(stats, "peak_allocated_bytes")),
+                peak_reserved_bytes=int(_number(stats, "peak_reserved_bytes")),
+                allocated_bytes_end=int(_number(stats, "allocated_bytes")),
+                synthesized_reads=_count(getattr(stats, "synthesized_reads", 0)),
+            )
+        )
+
+    def _prepare(self) -> Context:
+        spec = self.spec
+        from prism_plugins.device.load import install_torch_cuda, load_device
+
+        load_device(spec)
+        import torch  # noqa: F401  (from here on the virtual device is torch's CUDA)
+
+        from prism_plugins.capture.recorder import get_recorder
+
+        context = self.context = Context(spec, get_recorder(), on_end=self.save)
+        install_torch_cuda(context)
+        from prism_plugins.collectives.install import install_collectives
+
+        self.journal = install_collectives(spec, context)
+        from prism_plugins.device.regions import install_regions
+
+        install_regions(context)
+        self.integrations = load_integrations()
+        for integration in self.integrations:
+            integration.install(context)
+        return context
+
+    def _never_trained(self) -> None:
+        supported = ", ".join(i.name for i in self.integrations) or "none"
+        self._failed(
+            "never_trained",
+            "the script ended without a training iteration that prism recognises "
+            f"(frameworks it knows: {supported})",
+            "",
+        )
+
+    def _failed(self, status: str, message: str, trace: str) -> None:
+        if self.report is not None:
+            return
+        phase = self.context.phase_text if self.context is not None else "while the slice was prepared"
+        self._write(
+            SliceReport(rank=self.spec.rank, status=status, message=message, traceback=trace, phase=phase)
+        )
+
+    def _write(self, report: SliceReport) -> None:
+        import resource
+
+        context = self.context
+        if context is not None:
+            report.facts = context.facts
+            report.seconds_per_iteration = tuple(context.seconds)
+            report.iteration_hashes = tuple(context.hashes)
+            report.assumptions = tuple(context.assumptions)
+            report.log_lines = tuple(context.log_lines)
+        report.seconds = time.monotonic() - self._started
+        report.max_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.report = report
+        write_json(self.dir.report, report)
+
+
+def load_integrations() -> list[Integration]:
+    """Every integration found by entry point, in name order."""
+    points = importlib.metadata.entry_points(group="prism_plugins.integrations")
+    return [point.load()() for point in sorted(points, key=lambda p: p.name)]
+
+
+def _number(stats: Any, name: str) -> float:
+    return float(getattr(stats, name, 0))
+
+
+def _count(value: Any) -> int:
+    return sum(value.values()) if isinstance(value, dict) else int(value)
+
+
+def main() -> None:
+    """Entry point of the child process; never returns."""
+    spec = read_json(Path(sys.argv[1]), SliceSpec)
+    piece = Slice(spec)
+    try:
+        piece.run()
+    except PrismError as error:
+        # The report itself could not be written (full disk): the conductor has only this line.
+        print(f"prism: error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # Frameworks leave threads, stores and exit handlers behind that wait for peers which do not exist.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The slice's side of :class:`prism_plugins.integration.SliceContext`: phases, iterations, patches, facts.
+
+Iterations are recorded one at a time. Two in a row whose device events hash equal are steady: the later one is
+the program, and the slice ends when the next iteration would begin (so that the log line of the steady one is
+still printed).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from prism_plugins.import_hooks import ImportHooks
+from prism_plugins.integration import EndOfSlice
+from prism_plugins.program.model import MemoryCategory, Phase
+from prism_plugins.program.slices import JobFacts, SliceSpec
+from prism_plugins.rundir import write_json
+from prism_plugins.steadiness import iteration_hash
+
+
+class Patch(NamedTuple):
+    """One replaced attribute."""
+
+    target: Any
+    name: str
+    original: Any
+    replacement: Any
+    why: str
+
+
+class Context:
+    """See the module docstring. One per slice; called from the script's main thread."""
+
+    def __init__(self, spec: SliceSpec, recorder: Any, *, on_end: Callable[[], None] | None = None) -> None:
+        self.spec = spec
+        self.recorder = recorder
+        self.facts: JobFacts | None = None
+        self.phase: Phase | None = None
+        self.assumptions: list[str] = []
+        self.log_lines: list[str] = []
+        self.patches: list[Patch] = []
+        self.iteration: Any = None
+        """The last recorded iteration (capture's RecordedIteration)."""
+        self.iteration_stats: Any = None
+        self.hashes: list[str] = []
+        self.seconds: list[float] = []
+        self.steady = False
+        self._began: float | None = None
+        self._hooks = ImportHooks()
+        self._hooks.install()
+        self._on_end = on_end
+
+    # --- what integrations call ---
+
+    def on_import(self, module: str, hook: Callable[[ModuleType], None]) -> None:
+        """Call ``hook(module)`` right after the module was imported (now, if it already is)."""
+        self._hooks.add(module, hook)
+
+    def patch(self, target: Any, name: str, replacement: Any, *, why: str) -> Any:
+        """Replace an attribute, remember it, and return the original.
+
+        Raises AttributeError when ``target`` has no such attribute: upstream renamed it.
+        """
+        original = getattr(target, name)
+        # The raw entry, so that undoing restores a static or class method as it was.
+        raw = vars(target).get(name, original) if hasattr(target, "__dict__") else original
+        setattr(target, name, replacement)
+        self.patches.append(Patch(target, name, raw, replacement, why))
+        return original
+
+    def undo_patches(self) -> None:
+        """Restore everything :meth:`patch` replaced, last first, and take the import hooks out."""
+        while self.patches:
+            patch = self.patches.pop()
+            setattr(patch.target, patch.name, patch.original)
+        self._hooks.remove()
+
+    def set_facts(self, facts: JobFacts) -> None:
+        """Report the layout and the stages; written to disk at once for the conductor."""
+        facts.layout.validate()
+        self.facts = facts
+        write_json(Path(self.spec.slice_dir) / "facts.json", facts)
+
+    def begin_phase(self, phase: Phase) -> None:
+        """Open a phase; closes the one that is open."""
+        self.end_phase()
+        self.phase = phase
+        self.recorder.begin_phase(phase)
+
+    def end_phase(self) -> None:
+        """Close the open phase, if any."""
+        if self.phase is not None:
+            self.phase = None
+            self.recorder.end_phase()
+
+    def begin_iteration(self) -> None:
+        """A training iteration starts; raises :class:`EndOfSlice` when enough was seen."""
+        if self._began is not None:
+            self.end_iteration()
+        if self.steady or len(self.hashes) >= self.spec.iterations:
+            self._end()
+        self.recorder.start()
+        self._began = time.monotonic()
+
+    def end_iteration(self) -> None:
+        """A training iteration ended."""
+        if self._began is None:
+            return
+        self.end_phase()
+        self.seconds.append(time.monotonic() - self._began)
+        self._began = None
+        self.iteration = self.recorder.stop()
+        self.iteration_stats = self.recorder.stats()
+        self.recorder.reset_peaks()
+        digest = iteration_hash(self.iteration.events)
+        self.steady = bool(self.hashes) and self.hashes[-1] == digest
+        self.hashes.append(digest)
+
+    def tag(self, tensor: Any, category: MemoryCategory) -> None:
+        """Say what the storage behind a tensor is for."""
+        self.recorder.tag(tensor, category)
+
+    def assume(self, text: str) -> None:
+        """Add a line to the assumptions (once)."""
+        if text not in self.assumptions:
+            self.assumptions.append(text)
+
+    def log_line(self, text: str) -> None:
+        """Report one of the framework's own per-iteration log lines, as printed."""
+        self.log_lines.append(text)
+
+    # --- what slice.py reads ---
+
+    @property
+    def phase_text(self) -> str:
+        """Where the slice is, for people: ``iteration 2, forward of micro-batch 3``."""
+        if self._began is None:
+            return f"after iteration {len(self.hashes)}" if self.hashes else "before the first iteration"
+        where = f"iteration {len(self.hashes) + 1}"
+        if self.phase is None:
+            return where
+        text = f"{where}, {self.phase.kind}"
+        if self.phase.microbatch >= 0:
+            text += f" of micro-batch {self.phase.microbatch}"
+        if self.phase.chunk > 0:
+            text += f", chunk {self.phase.chunk}"
+        return text
+
+    def _end(self) -> None:
+        # What the slice found is saved before the stack unwinds: a script's finally blocks cannot lose it.
+        if self._on_end is not None:
+            self._on_end()
+        if threading.current_thread() is not threading.main_thread():
+            os._exit(0)
+        raise EndOfSlice
+
+
+def describe(facts: JobFacts) -> str:
+    """The layout in one line, non-trivial dimensions only."""
+    layout = msgspec.structs.asdict(facts.layout)
+    sizes = [
+        f"{name}{layout[name]}" for name in ("tp", "cp", "ep", "etp", "pp", "vpp", "dp") if layout[name] > 1
+    ]
+    return (
+        f"{facts.framework} {' '.join(sizes) or 'single rank'}, {facts.layout.num_microbatches} micro-batches"
+    )

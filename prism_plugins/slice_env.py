@@ -1,0 +1,44 @@
+"""The environment of a slice: what torchrun would give the target rank, and nothing of the physical launch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from prism_plugins.autoload import SLICE_MARKER
+from prism_plugins.options import TABLE
+from prism_plugins.program.slices import SliceSpec
+
+_OF_THE_LAUNCH = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "MPI_")
+"""Prefixes of variables from which scripts may derive a rank of the physical launch."""
+
+
+def slice_environment(spec: SliceSpec, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment of the child process that runs ``spec``."""
+    options = {option.env for option in TABLE}
+    env = {k: v for k, v in base.items() if not k.startswith(_OF_THE_LAUNCH) and k not in options}
+    per_node = min(spec.gpus_per_node, spec.world_size)
+    node = spec.rank // per_node
+    host, _, port = (spec.store or base.get("MASTER_ADDR", "127.0.0.1") + ":").rpartition(":")
+    env |= {
+        SLICE_MARKER: str(spec.rank),
+        "RANK": str(spec.rank),
+        "LOCAL_RANK": str(spec.rank % per_node),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "NODE_RANK": str(node),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(-(-spec.world_size // per_node)),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(spec.rank),
+        "ROLE_WORLD_SIZE": str(spec.world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port or base.get("MASTER_PORT", "29500"),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "prism",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return env

@@ -1,0 +1,37 @@
+"""Which slices there are and what each waits for, from the lead slice's facts and the options."""
+
+from __future__ import annotations
+
+from prism_plugins.errors import PrismError
+from prism_plugins.options import Options
+from prism_plugins.program.slices import JobFacts
+from prism_plugins.world.classes import plan_representatives, plan_roles
+
+
+def check_facts(facts: JobFacts, options: Options) -> None:
+    """Raise :class:`PrismError` where the framework understood another job than the flags describe."""
+    if facts.layout.world_size != options.world_size:
+        raise PrismError(
+            f"the script set up a world of {facts.layout.world_size} ranks, but --prism-world-size is "
+            f"{options.world_size}"
+        )
+
+
+def plan_slices(facts: JobFacts, options: Options) -> dict[int, tuple[int, ...]]:
+    """Ranks to slice for the inference, each with the ranks whose journals it needs: the representatives, then
+    the ranks of interest."""
+    plan = {r.rank: r.depends_on for r in plan_representatives(facts)}
+    for rank in options.ranks:
+        plan.setdefault(rank, dependencies(facts, rank))
+    return plan
+
+
+def dependencies(facts: JobFacts, rank: int) -> tuple[int, ...]:
+    """Ranks whose journals any rank's slice needs: rank 0 and the representative of the first tensor-parallel
+    ranks of a stage that holds the same; none for a first tensor-parallel rank."""
+    layout = facts.layout
+    coords = layout.coords(rank)
+    if coords["tp"] == 0:
+        return () if rank == 0 or layout.tp > 1 else (0,)
+    lead = next(r.representative for r in plan_roles(facts) if r.stage == coords["pp"] and r.tp_first)
+    return tuple(sorted({0, lead}))

@@ -1,0 +1,160 @@
+"""Runs slices in dependency order: from the cache where it can, in child processes otherwise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from prism_plugins.cache import SliceCache
+from prism_plugins.errors import PrismError, SliceFailed
+from prism_plugins.options import Job
+from prism_plugins.program.slices import GpuFacts, JobFacts, SliceReport, SliceSpec
+from prism_plugins.progress import Progress
+from prism_plugins.rundir import RunDir, read_json
+
+_POLL_S = 0.05
+
+
+class Executor(Protocol):
+    """Something that runs slices: the local pool, or the other physical ranks."""
+
+    def free(self) -> int:
+        """How many more it takes now."""
+        ...
+
+    def start(self, spec: SliceSpec, *, stream: bool) -> None:
+        """Start one."""
+        ...
+
+    def collect(self) -> list[tuple[SliceSpec, SliceReport]]:
+        """Those that ended since the last call; their files are in the run directory."""
+        ...
+
+
+class SliceRunner:
+    """The slices of one run. Ranks are added at any time, also while others run."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        gpu: GpuFacts,
+        gpus_per_node: int,
+        rundir: RunDir,
+        cache: SliceCache | None,
+        executors: list[Executor],
+        progress: Progress,
+    ) -> None:
+        self.reports: dict[int, SliceReport] = {}
+        self._job = job
+        self._gpu = gpu
+        self._gpus_per_node = gpus_per_node
+        self._rundir = rundir
+        self._cache = cache
+        self._executors = executors
+        self._progress = progress
+        self._waiting: dict[int, tuple[int, ...]] = {}
+        self._running: set[int] = set()
+        self._streamed = {0, job.options.world_size - 1}
+
+    def add(self, plan: dict[int, tuple[int, ...]]) -> None:
+        """Queue ranks (rank → ranks whose journals it needs); those known already are left alone."""
+        for rank, depends_on in plan.items():
+            if rank not in self.reports and rank not in self._running:
+                self._waiting.setdefault(rank, depends_on)
+        self._progress.planned(len(self.reports) + len(self._running) + len(self._waiting))
+
+    def run(self, *, on_facts: Callable[[JobFacts], None] | None = None) -> None:
+        """Run until nothing is queued. ``on_facts`` is called once, as soon as the lead slice (rank 0) told the
+        layout, and may add ranks.
+
+        Raises:
+            SliceFailed: a slice crashed or never trained.
+            PrismError: a mistake of the user found inside a slice.
+        """
+        while self._waiting or self._running or on_facts is not None:
+            if on_facts is not None and (facts := self._lead_facts()) is not None:
+                on_facts(facts)
+                on_facts = None
+            self._start_ready()
+            ended = [pair for executor in self._executors for pair in executor.collect()]
+            for spec, report in ended:
+                self._ended(spec, report)
+            if not ended:
+                time.sleep(_POLL_S)
+
+    def spec(self, rank: int, depends_on: tuple[int, ...]) -> SliceSpec:
+        """What the slice of a rank is told."""
+        options = self._job.options
+        journals = [self._rundir.slice(r).journal for r in depends_on]
+        return SliceSpec(
+            rank=rank,
+            world_size=options.world_size,
+            gpus_per_node=self._gpus_per_node,
+            argv=self._job.argv,
+            run_as=self._job.run_as,
+            device=options.device,
+            iterations=options.iterations,
+            gpu=self._gpu,
+            slice_dir=str(self._rundir.slice(rank).path),
+            journals=tuple(str(j) for j in journals if j.exists()),
+        )
+
+    def _lead_facts(self) -> JobFacts | None:
+        if 0 in self.reports:
+            facts = self.reports[0].facts
+            if facts is None:
+                raise SliceFailed("prism: error: the script trained, but its framework told no layout")
+            return facts
+        path = self._rundir.slice(0).facts
+        return read_json(path, JobFacts, versioned=False) if path.exists() else None
+
+    def _start_ready(self) -> None:
+        for rank, depends_on in list(self._waiting.items()):
+            if not all(needed in self.reports for needed in depends_on):
+                continue
+            executor = next((e for e in self._executors if e.free() > 0), None)
+            if executor is None:
+                return
+            del self._waiting[rank]
+            spec = self.spec(rank, depends_on)
+            kept = self._cache.fetch(spec) if self._cache is not None else None
+            if kept is not None:
+                self._replay_log(spec)
+                self._finished(rank, kept)
+                continue
+            self._running.add(rank)
+            self._progress.started(rank, "lead" if rank == 0 else "slice")
+            executor.start(spec, stream=rank in self._streamed)
+
+    def _ended(self, spec: SliceSpec, report: SliceReport) -> None:
+        self._running.discard(spec.rank)
+        if report.status != "ok":
+            raise failure(report, self._rundir)
+        if self._cache is not None:
+            self._cache.keep(spec)
+        self._finished(spec.rank, report)
+
+    def _finished(self, rank: int, report: SliceReport) -> None:
+        self.reports[rank] = report
+        self._progress.finished(rank, report)
+
+    def _replay_log(self, spec: SliceSpec) -> None:
+        if spec.rank in self._streamed:
+            log = Path(spec.slice_dir) / "log.txt"
+            for line in log.read_text(errors="replace").splitlines():
+                self._progress.line(line)
+
+
+def failure(report: SliceReport, rundir: RunDir) -> Exception:
+    """What the user sees of a slice that did not end well."""
+    if report.status == "user_error":
+        return PrismError(report.message)
+    log = rundir.slice(report.rank).log
+    if report.status == "never_trained":
+        return SliceFailed(f"prism: error: rank {report.rank}: {report.message}; its output: {log}")
+    head = f"prism: error: the slice of rank {report.rank} {report.status} ({report.phase}): {report.message}"
+    trace = report.traceback.rstrip()
+    return SliceFailed("\n".join([head, *([trace] if trace else []), f"prism: its whole output: {log}"]))
