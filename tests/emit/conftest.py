@@ -20,6 +20,14 @@ from prism_plugins.program.model import (
     Program,
     TensorSpec,
 )
+from prism_plugins.program.prediction import (
+    Audit,
+    Breakdown,
+    ClassMemory,
+    ClassSummary,
+    Prediction,
+    SliceSummary,
+)
 from prism_plugins.simulate.timeline import COMM_LANE, OpTimes
 from prism_plugins.world.layout import Layout
 
@@ -204,3 +212,54 @@ def make_times(program, *, host_op_ns=6_000.0):
 def build():
     """(make_program, make_times)."""
     return make_program, make_times
+
+
+GIB = 2**30
+
+
+def class_memory(name, ranks, used_gib):
+    return ClassMemory(
+        ranks=ranks,
+        name=name,
+        peak_allocated_bytes=int((used_gib - 6) * GIB),
+        peak_reserved_bytes=int((used_gib - 4) * GIB),
+        allocated_bytes_end=20 * GIB,
+        device_used_bytes=int(used_gib * GIB),
+        capacity_bytes=80 * GIB,
+        peak_phase="backward mb 0",
+        by_category={"parameters": 4 * GIB, "activations": int((used_gib - 10) * GIB), "workspace": 0},
+    )
+
+
+@pytest.fixture
+def prediction():
+    return Prediction(
+        framework="megatron",
+        world_size=64,
+        layout={"tp": 8, "pp": 4, "vpp": 1, "cp": 1, "ep": 1, "etp": 1, "dp": 2},
+        num_microbatches=8,
+        cluster="dgx-h100",
+        device="virtual",
+        cost_model="roofline on dgx-h100",
+        iteration_time_ms=1234.5,
+        tokens_per_s_per_gpu=3456.7,
+        tflops_per_gpu=412.34,
+        breakdown_ms=Breakdown(compute=800, exposed_communication=200, bubble=150, host=34.5, optimizer=50),
+        slowest_rank=63,
+        memory=(
+            class_memory("stage 0 · tp 0", "0,32", 61.0),
+            class_memory("stage 0 · tp 1-7", "1-7,33-39", 60.5),
+        ),
+        slices=(SliceSummary(rank=0, seconds=8.5, ops=4000, collectives=300, cached=False),
+                SliceSummary(rank=63, seconds=9.0, ops=4100, collectives=300, cached=True)),
+        classes=(
+            ClassSummary(name="stage 0 · tp 0", ranks="0,32", num_ranks=2, representative=0, source="sliced"),
+            ClassSummary(name="rest", ranks="1-31", num_ranks=62, representative=63, source="derived"),
+        ),
+        findings=(),
+        unpriced_ops={},
+        synthesized_reads=3,
+        assumptions=("balanced routing",),
+        audit=Audit(),
+        simulate_seconds=0.4,
+    )  # fmt: skip
