@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Set everything up in .venv and run the checks and tests. More arguments go to pytest, e.g. scripts/test.sh -k layout
+# MEGATRON_LM=PATH adds the tests that launch the unmodified pretrain_gpt.py of a Megatron-LM checkout (core_r0.16.0).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+scripts/setup_env.sh megatron dev report
+bin="$PWD/${PRISM_VENV:-.venv}/bin"
+export PATH="$bin:$PATH"
+ruff check .
+ruff format --check .
+lint-imports
+exec python -m pytest -n 2 --dist loadgroup "$@"
