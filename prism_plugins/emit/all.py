@@ -36,17 +36,35 @@ def emit_all(
     """
     console = console or make_console(sys.stdout)
     write_prediction(rundir.prediction, prediction)
-    files = [("prediction", _shown(rundir.prediction))]
     if log_lines:
         write_predicted_log(rundir.predicted_log, log_lines, prediction)
-        files.append(("predicted log", _shown(rundir.predicted_log)))
         console.print(log_text(log_lines, prediction), markup=False, soft_wrap=True, end="")
     ranks, left_out = view.ranks_to_trace(max_events=MAX_TRACE_ROWS)
     write_traces(rundir, view, ranks)
-    more = f"; {left_out} classes not traced, `prism trace` writes them" if left_out else ""
-    files.append(("traces", f"{_shown(rundir.kineto)} (ranks {format_ranks(ranks)}{more})"))
-    files.append(("any rank", f"prism ops {_shown(rundir.path)} --rank R, prism trace {_shown(rundir.path)} --ranks R"))
+    files = written_files(rundir)
+    if left_out:
+        files.append(
+            (
+                "",
+                f"{left_out} of {len(view.job.classes)} classes have no trace yet: too long to write them all",
+            )
+        )
     print_summary(prediction, files=files, console=console)
+
+
+def written_files(rundir: RunDir) -> list[tuple[str, str]]:
+    """(what, where) of the outputs that exist, and the commands that make more."""
+    files = [("prediction", _shown(rundir.prediction))]
+    if rundir.predicted_log.exists():
+        files.append(("predicted log", _shown(rundir.predicted_log)))
+    traced = [
+        int(path.name.removeprefix("rank").partition(".")[0]) for path in rundir.kineto.glob("rank*.json.gz")
+    ]
+    if traced:
+        files.append(("traces", f"{_shown(rundir.kineto)} (ranks {format_ranks(traced, max_runs=8)})"))
+    run = _shown(rundir.path)
+    files.append(("any rank", f"prism ops {run} --rank R    prism trace {run} --ranks R"))
+    return files
 
 
 def write_traces(rundir: RunDir, view: JobView, ranks: Sequence[int]) -> list[Path]:

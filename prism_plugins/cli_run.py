@@ -1,0 +1,82 @@
+"""Run directories as the ``prism`` command reads them: finding one, and building its job again."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from prism_plugins.emit.job_view import JobView
+from prism_plugins.errors import PrismError
+from prism_plugins.rundir import RunDir, RunInfo
+
+DEFAULT_PARENT = Path("prism_out")
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    """The positional RUN."""
+    parser.add_argument(
+        "run_directory", metavar="RUN", nargs="?", default="latest",
+        help="run directory, or `latest` (default): the newest one under ./prism_out",
+    )  # fmt: skip
+
+
+def open_run(text: str) -> RunDir:
+    """The run directory that RUN names. Raises :class:`PrismError` when there is none."""
+    if text == "latest" and not Path(text).exists():
+        runs = sorted(DEFAULT_PARENT.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+        if not runs:
+            raise PrismError(
+                f"no run directory under ./{DEFAULT_PARENT}; name one, or make one with --prism-emulate"
+            )
+        return RunDir(runs[-1].parent)
+    path = Path(text)
+    if not path.exists():
+        raise PrismError(f"{path} does not exist; RUN is a run directory or `latest`")
+    if not path.is_dir():
+        raise PrismError(f"{path} is a file; RUN is a run directory or `latest`")
+    return RunDir(path)
+
+
+def check_finished(rundir: RunDir, info: RunInfo) -> None:
+    """Raise :class:`PrismError` for a run that did not come to a prediction."""
+    if info.status != "ok":
+        raise PrismError(
+            f"the run in {rundir.path} has no prediction (status: {info.status}); start it again to finish it"
+        )
+
+
+def load_view(rundir: RunDir) -> JobView:
+    """Build the job of a run again from its slices: infer, price, simulate.
+
+    Raises :class:`PrismError` or :class:`FileFormatError` for a directory that is not, or not all of, a run.
+    """
+    from prism_plugins.costs.cluster import load_cluster
+    from prism_plugins.costs.model import build_cost_model
+    from prism_plugins.program.infer import infer_job
+    from prism_plugins.program.store import load_program
+    from prism_plugins.simulate.engine import simulate
+
+    info = rundir.read_info()
+    check_finished(rundir, info)
+    if info.facts is None:
+        raise PrismError(f"{rundir.run} lacks the facts of the job; start the run again")
+    programs = {rank: load_program(rundir.slice(rank).program) for rank in info.slices}
+    reports = {rank: rundir.read_report(rank) for rank in info.slices}
+    job = infer_job(info.facts, reports, programs)
+    cluster = load_cluster(info.job.options.cluster)
+    costs = build_cost_model(cluster)
+    return JobView(
+        job=job,
+        costs=costs,
+        timeline=simulate(job, costs),
+        gpu=cluster.gpu_facts(),
+        gpus_per_node=cluster.gpus_per_node,
+    )
+
+
+def check_rank(rank: int, view: JobView) -> None:
+    """Raise :class:`PrismError` for a rank outside the world."""
+    if not 0 <= rank < view.world_size:
+        raise PrismError(
+            f"--rank {rank} is outside the world of {view.world_size} ranks (0-{view.world_size - 1})"
+        )
