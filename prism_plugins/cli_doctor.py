@@ -167,15 +167,7 @@ def _slice_cache() -> Iterator[Check]:
 
 
 def _frameworks() -> Iterator[Check]:
-    found = {
-        name: _version(distribution)
-        for name, distribution in (
-            ("megatron-core", "megatron-core"),
-            ("deepspeed", "deepspeed"),
-            ("transformer-engine", "transformer-engine"),
-            ("apex", "apex"),
-        )  # fmt: skip
-    }
+    found = {name: _version(name) for name in ("megatron-core", "deepspeed", "transformer-engine", "apex")}
     for name in ("megatron-core", "deepspeed"):
         yield Check(name, "ok" if found[name] else "note", found[name] or "not installed")
     if not found["megatron-core"] and _findable("megatron.core"):
