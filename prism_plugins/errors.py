@@ -12,7 +12,11 @@ class FileFormatError(PrismError):
 
 
 class CannotDeriveError(Exception):
-    """A rank's program cannot be derived from the slices at hand; the conductor then slices that rank."""
+    """Some ranks' programs cannot be derived from the slices at hand; the conductor then slices ``ranks``."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class SliceFailed(Exception):
