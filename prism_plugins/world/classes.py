@@ -104,7 +104,10 @@ def captured_stages(stages: tuple[StageInfo, ...]) -> list[int]:
             stage: {
                 other
                 for other in members
-                if other == stage or not missing_for(stages[stage].schedule, stages[other].schedule)
+                if other == stage
+                or (
+                    stages[stage].schedule and not missing_for(stages[stage].schedule, stages[other].schedule)
+                )
             }
             for stage in members
         }
