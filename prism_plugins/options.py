@@ -39,7 +39,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     out: str = ""
     """Run directory; empty: prism_out/<time>-<script>."""
     jobs: int = 1
-    """Slices at a time."""
+    """Slices at a time, in each launched process."""
     cache: bool = True
 
     @property
@@ -166,7 +166,13 @@ TABLE = (
         "prism_out/<time>-<script>",
         "Run directory: programs, prediction.json, predicted.log, traces.",
     ),
-    Option("--prism-jobs", "N", _integer(1, 4096), "number of cores", "Slices at a time."),
+    Option(
+        "--prism-jobs",
+        "N",
+        _integer(1, 4096),
+        "number of cores",
+        "Slices at a time, in each launched process.",
+    ),
     Option("--prism-no-cache", "", _switch, "off", "Neither reuse nor keep slices of earlier runs."),
     Option("--prism-help", "", _switch, "", "Show this help."),
 )
@@ -198,7 +204,7 @@ def parse_command(words: Sequence[str], environ: Mapping[str, str] = os.environ)
         run_as = "script"
     if not rest:
         raise PrismError("no script given; use: python -m prism_plugins.run SCRIPT … or --prism-help")
-    return Job(options=_options(values), run_as=run_as, argv=tuple(rest))
+    return Job(options=_options(values, environ), run_as=run_as, argv=tuple(rest))
 
 
 def parse_ranks(text: str, *, world_size: int) -> tuple[int, ...]:
@@ -247,7 +253,7 @@ def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return given, rest
 
 
-def _options(values: dict[str, Any]) -> Options:
+def _options(values: dict[str, Any], environ: Mapping[str, str]) -> Options:
     world_size = values.get("world_size")
     if world_size is None:
         raise PrismError("--prism-world-size is missing: how many GPUs has the job to be emulated?")
@@ -270,9 +276,15 @@ def _options(values: dict[str, Any]) -> Options:
         audit=audit,
         strict=values.get("strict", False),
         out=values.get("out", ""),
-        jobs=values.get("jobs") or len(os.sched_getaffinity(0)),
+        jobs=values.get("jobs") or _default_jobs(environ),
         cache=not values.get("no_cache", False),
     )
+
+
+def _default_jobs(environ: Mapping[str, str]) -> int:
+    """The cores there are, shared by the processes that the launcher started on this machine."""
+    local = environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, len(os.sched_getaffinity(0)) // max(1, int(local) if local.isdecimal() else 1))
 
 
 def _did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:

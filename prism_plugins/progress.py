@@ -18,7 +18,9 @@ from prism_plugins.program.slices import SliceReport
 class Progress:
     """What runs now. Used as a context manager; safe to call from the reader threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        """``quiet``: only the slices' own output, for physical ranks that do not lead."""
+        self._quiet = quiet
         self._console = Console(stderr=True, highlight=False)
         self._lock = threading.Lock()
         self._running: dict[int, tuple[float, str]] = {}
@@ -26,7 +28,7 @@ class Progress:
         self._total = 0
         self._stage = ""
         self._live: Live | None = None
-        if self._console.is_terminal:
+        if self._console.is_terminal and not quiet:
             # stdout shares the terminal, or it goes to a file and cannot disturb the live line.
             self._live = Live(
                 console=self._console,
@@ -63,6 +65,8 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A line of prism's own."""
+        if self._quiet:
+            return
         with self._lock:
             print(f"prism: {text}", file=sys.stderr, flush=True)
 

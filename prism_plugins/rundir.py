@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import importlib.metadata
 import os
+import platform
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from prism_plugins import __version__
-from prism_plugins.errors import FileFormatError, PrismError
+from prism_plugins.errors import FileFormatError, Interrupted, PrismError
 from prism_plugins.options import Job
 from prism_plugins.program.model import SCHEMA
 from prism_plugins.program.slices import JobFacts, SliceReport
@@ -88,6 +90,30 @@ class RunDir:
         """Write run.json."""
         write_json(self.run, info)
 
+    @contextlib.contextmanager
+    def recording(self, job: Job, *, launch_world: int) -> Iterator[Callable[..., None]]:
+        """Keep run.json up to date while the run goes on; yields a function that changes fields of it."""
+        info = RunInfo(
+            job=job,
+            launch_world=launch_world,
+            started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            versions=_versions(),
+        )
+        self.write_info(info)
+
+        def record(**fields: Any) -> None:
+            nonlocal info
+            info = msgspec.structs.replace(info, **fields)
+            self.write_info(info)
+
+        try:
+            yield record
+        except BaseException as error:
+            with contextlib.suppress(PrismError):
+                record(status="interrupted" if isinstance(error, Interrupted) else "failed")
+            raise
+        record(status="ok")
+
 
 def create(job: Job, *, now: datetime.datetime | None = None) -> RunDir:
     """Make the run directory, or take over one of an earlier run.
@@ -154,6 +180,14 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a struct as readable JSON, atomically."""
     write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "megatron-core", "deepspeed", "transformer-engine", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 class _Versioned(msgspec.Struct):

@@ -38,6 +38,7 @@ def slice_environment(spec: SliceSpec, base: Mapping[str, str] = os.environ) -> 
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "prism",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from prism_plugins.cache import SliceCache
 from prism_plugins.errors import PrismError, SliceFailed
 from prism_plugins.options import Job
@@ -59,6 +61,14 @@ class SliceRunner:
         self._running: set[int] = set()
         self._streamed = {0, job.options.world_size - 1}
 
+    @property
+    def facts(self) -> JobFacts:
+        """What the lead slice told; it must have ended."""
+        facts = self.reports[0].facts
+        if facts is None:
+            raise SliceFailed("prism: error: the script trained, but its framework told no layout")
+        return facts
+
     def add(self, plan: dict[int, tuple[int, ...]]) -> None:
         """Queue ranks (rank → ranks whose journals it needs); those known already are left alone."""
         for rank, depends_on in plan.items():
@@ -85,6 +95,19 @@ class SliceRunner:
             if not ended:
                 time.sleep(_POLL_S)
 
+    def run_for_real(self, store: str) -> None:
+        """Run every rank of the target world at the same time, one per executor; their groups really communicate
+        through the TCPStore at ``store``. Nothing is virtual but the GPU, nothing is cached."""
+        ranks = tuple(range(self._job.options.world_size))
+        self._progress.planned(len(ranks))
+        for rank, executor in zip(ranks, self._executors, strict=True):
+            spec = msgspec.structs.replace(self.spec(rank, ()), real_ranks=ranks, store=store)
+            self._running.add(rank)
+            self._progress.started(rank, "for real")
+            executor.start(spec, stream=rank in self._streamed)
+        self._cache = None
+        self.run()
+
     def spec(self, rank: int, depends_on: tuple[int, ...]) -> SliceSpec:
         """What the slice of a rank is told."""
         options = self._job.options
@@ -104,10 +127,7 @@ class SliceRunner:
 
     def _lead_facts(self) -> JobFacts | None:
         if 0 in self.reports:
-            facts = self.reports[0].facts
-            if facts is None:
-                raise SliceFailed("prism: error: the script trained, but its framework told no layout")
-            return facts
+            return self.facts
         path = self._rundir.slice(0).facts
         return read_json(path, JobFacts, versioned=False) if path.exists() else None
 
