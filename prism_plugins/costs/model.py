@@ -1,0 +1,66 @@
+"""The first cost model: roofline for compute, alpha-beta for communication, with a cache by signature."""
+
+from __future__ import annotations
+
+from prism_plugins.costs.base import CostModel, Price
+from prism_plugins.costs.cluster import Cluster
+from prism_plugins.costs.collectives import HOST_NS_PER_COMM, CollectiveModel
+from prism_plugins.costs.roofline import HOST_NS_PER_FREE_OP, HOST_NS_PER_OP, Roofline
+from prism_plugins.program.model import CommSignature, OpSignature
+
+
+def build_cost_model(cluster: Cluster) -> CostModel:
+    """The cost model for a described cluster."""
+    return ModelledCosts(cluster)
+
+
+class ModelledCosts:
+    """Prices from formulas alone; a measured model wraps this one and overrides what it has measured."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.name = f"roofline + alpha-beta on {cluster.name}"
+        self._roofline = Roofline(cluster)
+        self._collectives = CollectiveModel(cluster)
+        self._op_prices: dict[tuple, Price] = {}
+        self._comm_prices: dict[tuple, Price] = {}
+
+    def price_op(self, signature: OpSignature) -> Price:
+        """Price a device op; unknown ops are estimated by their bytes and marked ``unpriced``."""
+        s = signature
+        key = (s.op, s.inputs, s.outputs, s.scalars, tuple(s.attrs.items()))
+        price = self._op_prices.get(key)
+        if price is None:
+            price = self._op_prices[key] = self._roofline.price(s)
+        return price
+
+    def price_comm(self, comm: CommSignature, ranks: tuple[int, ...], rank: int) -> Price:
+        """Price a collective or p2p call from the arrival of the last member."""
+        place = self._collectives.placement(ranks)
+        key = (
+            comm.kind,
+            comm.dtype,
+            comm.in_numel,
+            comm.out_numel,
+            comm.send_splits,
+            comm.recv_splits,
+            place,
+        )
+        price = self._comm_prices.get(key)
+        if price is None:
+            price = self._comm_prices[key] = self._collectives.price(comm, ranks, rank)
+        return price
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What this model assumes."""
+        c = self.cluster
+        return (
+            f"compute is priced by a roofline on {c.gpu.name} with efficiencies fitted on one H200 training iteration; "
+            "no measurement of this job was made",
+            f"collectives are priced by latency and bandwidth on {c.gpus_per_node} GPUs a node, NVLink "
+            f"{c.node.nvlink_bytes_per_s / 1e9:.0f} GB/s, {c.node.num_nics} NICs of {c.node.nic_bytes_per_s / 1e9:.0f} "
+            f"GB/s, oversubscription {c.fabric.oversubscription:g}; rank r runs on node r // {c.gpus_per_node}",
+            f"the host takes {HOST_NS_PER_OP / 1e3:g} us per launched op, {HOST_NS_PER_FREE_OP / 1e3:g} us per view, "
+            f"{HOST_NS_PER_COMM / 1e3:g} us per collective",
+            "float32 GEMMs run without TF32; GPUs are equal and keep one clock",
+        )
