@@ -1,7 +1,29 @@
-"""Megatron-core integration."""
+"""Megatron-core integration: scripts of ``megatron.training`` and plain megatron-core scripts alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prism_plugins.integration import SliceContext
+from prism_plugins.program.prediction import Prediction
 
 
 class MegatronIntegration:
-    """Placeholder until the adapter lands in this same change set."""
+    """Hooks Megatron inside a slice, and rewrites its log in the conductor (which never imports Megatron)."""
 
     name = "megatron"
+
+    def install(self, context: SliceContext) -> None:
+        """Register import hooks; nothing of Megatron is imported."""
+        from prism_plugins.integrations.megatron.hooks import install_hooks
+        from prism_plugins.integrations.megatron.log import tap_log
+        from prism_plugins.integrations.megatron.session import Session
+
+        install_hooks(Session(context))
+        tap_log(context)
+
+    def rewrite_log(self, lines: Sequence[str], prediction: Prediction) -> list[str]:
+        """Megatron's per-iteration lines at target scale; see :mod:`~.log`."""
+        from prism_plugins.integrations.megatron.log import rewrite_lines
+
+        return rewrite_lines(lines, prediction)

@@ -1,0 +1,112 @@
+"""``JobFacts`` of a Megatron job, computed before its first iteration."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from prism_plugins.integrations.megatron.flops import transformer_flops
+from prism_plugins.integrations.megatron.layout import make_layout
+from prism_plugins.integrations.megatron.schedule import ScheduleInputs, is_supported, stage_schedules
+from prism_plugins.integrations.megatron.session import BatchShape, Session
+from prism_plugins.integrations.megatron.shards import optimizer_shards
+from prism_plugins.integrations.megatron.stages import LayerFunctions, stage_fingerprints
+from prism_plugins.program.model import Phase
+from prism_plugins.program.slices import JobFacts, StageInfo
+from prism_plugins.world.layout import Layout
+
+
+def layer_functions() -> LayerFunctions:
+    """Megatron's own functions about layers and stages."""
+    return LayerFunctions(
+        importlib.import_module("megatron.core.parallel_state"),
+        importlib.import_module("megatron.core.transformer.transformer_block"),
+        importlib.import_module("megatron.core.transformer.transformer_layer"),
+    )
+
+
+def job_facts(session: Session, model: list[Any], config: Any, batch: BatchShape) -> JobFacts:
+    """The facts of the job whose model (this rank's chunks) and configuration these are."""
+    sizes = session.sizes
+    layout = make_layout(session.context.spec.world_size, sizes, num_microbatches=batch.num_microbatches)
+    return JobFacts(
+        framework="megatron",
+        layout=layout,
+        stages=_stages(session, model, config, batch, layout),
+        shards=optimizer_shards(session.optimizers),
+        tokens_per_iteration=_samples(layout, batch) * batch.seq_length,
+        model_flops_per_iteration=_flops(config, model, layout, batch),
+    )
+
+
+def _stages(
+    session: Session, model: list[Any], config: Any, batch: BatchShape, layout: Layout
+) -> tuple[StageInfo, ...]:
+    if not is_supported(config):
+        session.context.assume(
+            "the pipeline schedule of this configuration (overlapped expert communication or hybrid context "
+            "parallelism) cannot be told in advance: every stage is sliced"
+        )
+    schedules = stage_schedules(
+        importlib.import_module("megatron.core.pipeline_parallel.schedules"),
+        ScheduleInputs(
+            pp=layout.pp,
+            chunks=layout.vpp,
+            num_microbatches=batch.num_microbatches,
+            seq_length=batch.seq_length,
+            micro_batch_size=batch.micro_batch_size,
+            config=config,
+            tp=layout.tp,
+            cp=layout.cp,
+            align_param_gather=_aligns_param_gather(model),
+        ),
+    )
+    fingerprints = stage_fingerprints(layer_functions(), config, shared_embedding=_shares_embedding(model))
+    return tuple(
+        StageInfo(fingerprint=text, schedule=schedule, num_warmup=_num_warmup(schedule, layout))
+        for text, schedule in zip(fingerprints, schedules, strict=True)
+    )
+
+
+def _num_warmup(schedule: tuple[Phase, ...], layout: Layout) -> int:
+    """Forward steps before the first pair of a forward and a backward step."""
+    if layout.pp == 1:
+        return 0
+    steps = [phase.kind.startswith("forward") for phase in schedule if phase.microbatch >= 0]
+    before = steps.index(False) if False in steps else len(steps)
+    return before if before == sum(steps) else before - 1
+
+
+def _aligns_param_gather(model: list[Any]) -> bool:
+    ddp = getattr(model[0], "ddp_config", None)
+    return bool(
+        ddp is not None
+        and ddp.use_distributed_optimizer
+        and ddp.overlap_param_gather
+        and getattr(ddp, "align_param_gather", False)
+    )
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _shares_embedding(model: list[Any]) -> bool:
+    return any(getattr(_unwrapped(c), "share_embeddings_and_output_weights", False) for c in model)
+
+
+def _samples(layout: Layout, batch: BatchShape) -> int:
+    return batch.num_microbatches * batch.micro_batch_size * layout.dp
+
+
+def _flops(config: Any, model: list[Any], layout: Layout, batch: BatchShape) -> float:
+    samples = _samples(layout, batch)
+    training = sys.modules.get("megatron.training.training")
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    if training is not None and args is not None:
+        return float(training.num_floating_point_operations(args, samples))
+    vocab = max((getattr(_unwrapped(chunk), "vocab_size", 0) or 0 for chunk in model), default=0)
+    return transformer_flops(config, num_samples=samples, seq_length=batch.seq_length, vocab_size=vocab)

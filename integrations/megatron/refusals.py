@@ -1,0 +1,58 @@
+"""Megatron's own refusals (assertions with a message) as one line for the user instead of a traceback."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prism_plugins.errors import PrismError
+
+REFUSING = (
+    ("megatron.core.num_microbatches_calculator", "init_num_microbatches_calculator"),
+    ("megatron.core.tensor_parallel.layers", "ColumnParallelLinear.__init__"),
+    ("megatron.core.tensor_parallel.layers", "RowParallelLinear.__init__"),
+    ("megatron.core.transformer.transformer_block", "get_num_layers_to_build"),
+    ("megatron.core.transformer.torch_norm", "WrappedTorchNorm.__new__"),
+    ("megatron.core.fusions.fused_layer_norm", "FusedLayerNorm.__init__"),
+    ("megatron.core.optimizer", "get_megatron_optimizer"),
+)
+"""(module, attribute) of functions that refuse a configuration; whatever they assert is the user's to mend."""
+
+ADVICE = (
+    ("gradient_accumulation_fusion", "install Apex, or add --no-gradient-accumulation-fusion"),
+    ("persist_layer_norm", "install Apex, or add --no-persist-layer-norm"),
+    ("scaled_masked_softmax", "add --no-masked-softmax-fusion"),
+    ("rope_fusion", "install Transformer Engine, or add --no-rope-fusion"),
+    ("apex", "install Apex (or Transformer Engine) as on the cluster, or switch the feature off"),
+    ("transformer_engine", "install Transformer Engine as on the cluster, or use --transformer-impl local"),
+    ("transformer engine", "install Transformer Engine as on the cluster, or use --transformer-impl local"),
+)
+"""(what the message mentions, what to do), first match counts."""
+
+
+def translated(function: Callable) -> Callable:
+    """``function`` with its assertions and errors raised as :class:`PrismError`."""
+
+    @functools.wraps(function)
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (AssertionError, ValueError, RuntimeError, ImportError) as error:
+            raise refusal(error) from error
+
+    return refusing
+
+
+def refusal(error: BaseException) -> PrismError:
+    """One line: what Megatron says, where it says it, and what to do where that is known."""
+    text = " ".join(str(error).split())
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if not text:
+        text = f"it asserts `{frame.line}`"
+    where = f"{Path(frame.filename).name}:{frame.lineno}"
+    lowered = text.lower()
+    advice = next((f"; {what}" for word, what in ADVICE if word in lowered), "")
+    return PrismError(f"Megatron refuses this configuration ({where}): {text}{advice}")
