@@ -1,0 +1,36 @@
+"""A recorder in plain Python, with the interface of ``prism_plugins.capture.recorder.Recorder``."""
+
+from __future__ import annotations
+
+from prism_plugins.program.model import CommSignature, GroupInfo
+
+
+class FakeRecorder:
+    def __init__(self) -> None:
+        self.groups: list[GroupInfo] = []
+        self.comms: list[tuple[CommSignature, int, bool]] = []
+        self.waits: list[int] = []
+        self.recording = True
+        self._work = 0
+
+    def group(self, info: GroupInfo) -> int:
+        if info not in self.groups:
+            self.groups.append(info)
+        return self.groups.index(info)
+
+    def new_work(self) -> int:
+        self._work += 1
+        return self._work
+
+    def comm(self, signature: CommSignature, *, work: int, is_async: bool) -> None:
+        self.comms.append((signature, work, is_async))
+
+    def wait(self, work: int) -> None:
+        self.waits.append(work)
+
+    def take(self) -> list[CommSignature]:
+        """The signatures recorded so far; forgets them."""
+        signatures = [c[0] for c in self.comms]
+        self.comms.clear()
+        self.waits.clear()
+        return signatures
