@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prism_plugins import __version__
-from prism_plugins.emit.console import gib, make_console
+from prism_plugins.emit.console import gib, make_console, show
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "cyan"), "problem": ("PROBLEM", "bold red")}
 _MIN_TORCH = (2, 11)
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     for check in checks:
         mark, style = _MARKS[check.state]
         table.add_row(Text(mark, style=style), check.what, check.finding)
-    make_console(sys.stdout).print(table)
+    show(table, make_console(sys.stdout))
     return 1 if any(check.state == "problem" for check in checks) else 0
 
 

@@ -41,7 +41,17 @@ def print_summary(
     prediction: Prediction, *, files: Sequence[tuple[str, str]], console: Console | None = None
 ) -> None:
     """Print the summary. ``files`` are (what, path) of what was written."""
-    (console or make_console()).print(summary(prediction, files=files))
+    show(summary(prediction, files=files), console or make_console())
+
+
+def show(renderable: RenderableType, console: Console) -> None:
+    """Print; away from a terminal without trailing blanks, and with a broken pipe left to the caller."""
+    if console.is_terminal:
+        console.print(renderable)
+        return
+    with console.capture() as capture:
+        console.print(renderable)
+    console.file.write("".join(line.rstrip() + "\n" for line in capture.get().splitlines()))
 
 
 def summary(prediction: Prediction, *, files: Sequence[tuple[str, str]] = ()) -> RenderableType:
