@@ -91,6 +91,12 @@ def hook_table() -> list[Hook]:
             _distributed_optimizer_init,
             "parameter groups before they are sharded",
         ),
+        Hook(
+            "torch.optim.optimizer",
+            "register_optimizer_step_pre_hook",
+            _torch_optimizer,
+            "phase optimizer of scripts that bring their own",
+        ),
         Hook(training, "train_step", _train_step, "iterations"),
         *(
             Hook(module, attribute, _refusing, "Megatron's refusals in one line", required=False)
@@ -148,6 +154,27 @@ def _optimizer_step(session: Session, original: Any, module: ModuleType) -> Any:
         return session.tracker.run(Phase(kind="optimizer"), lambda: original(*args, **kwargs))
 
     return step
+
+
+def _torch_optimizer(session: Session, original: Any, module: ModuleType) -> Any:
+    """Optimizers of torch that a script steps itself, through torch's own hooks around every ``step``."""
+    opened = [False]
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        opened[0] = session.iterating and not session.tracker.is_open
+        if opened[0]:
+            if optimizer not in session.optimizers:
+                session.optimizers.append(optimizer)
+            session.tracker.begin(Phase(kind="optimizer"))
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if opened[0]:
+            opened[0] = False
+            session.tracker.end()
+
+    original(before)
+    module.register_optimizer_step_post_hook(after)
+    return original
 
 
 # --- iterations ---

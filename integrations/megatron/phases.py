@@ -56,6 +56,21 @@ class PhaseTracker:
         self._forward_of.clear()
         self._open = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a phase is open."""
+        return self._open
+
+    def begin(self, phase: Phase) -> None:
+        """Open a phase that :meth:`end` closes; none may be open."""
+        self._open = True
+        self._sink.begin_phase(phase)
+
+    def end(self) -> None:
+        """Close the phase that :meth:`begin` opened."""
+        self._open = False
+        self._sink.end_phase()
+
     def parts(self, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
         """The next ordinals of ``names``; nothing inside an open phase, where they would not be seen."""
         if self._open:
@@ -66,13 +81,11 @@ class PhaseTracker:
         """Run ``body`` as a phase, or as part of the phase that is open."""
         if self._open:
             return body()
-        self._open = True
-        self._sink.begin_phase(phase)
+        self.begin(phase)
         try:
             return body()
         finally:
-            self._open = False
-            self._sink.end_phase()
+            self.end()
 
     def forward(self, body: Callable[[], Any], *, microbatch: int, chunk: int, checkpointed: bool) -> Any:
         """Run one forward step; ``checkpointed``: the scheduler asked for activation checkpoints of this one."""

@@ -118,6 +118,7 @@ def _dry_run(schedules: ModuleType, inputs: ScheduleInputs, stage: int) -> tuple
         "forward_step": wrap_forward_step(tracker, _forward_step),
         "backward_step": wrap_backward_step(tracker, _backward_step),
         "deallocate_output_tensor": _nothing,
+        "torch": _TorchWithoutDevice(torch),
         # Megatron's own answer "rank 0 of 1" until torch.distributed is initialised.
         "is_pp_first_stage": lambda group: group.rank() == 0,
         "is_pp_last_stage": lambda group: group.rank() == group.size() - 1,
@@ -143,6 +144,20 @@ def _forward_step(
 def _backward_step(input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
     gradient = _Placeholder()
     return [gradient] if isinstance(input_tensor, list) else gradient
+
+
+class _TorchWithoutDevice:
+    """torch, but the scheduler's token counter is no tensor: a dry run touches no device."""
+
+    def __init__(self, torch: ModuleType) -> None:
+        self._torch = torch
+
+    def zeros(self, *args: Any, **kwargs: Any) -> int:
+        """The counter."""
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
 
 
 class _Placeholder:
@@ -190,16 +205,12 @@ def _sync_functions(tracker: PhaseTracker, inputs: ScheduleInputs, kind: str, gi
     if given is None:
         return None
     if inputs.chunks == 1:
-        return wrap_sync(tracker, _plain_nothing(), kind)
-    return [wrap_sync(tracker, _plain_nothing(), kind, chunk=i) for i in range(inputs.chunks)]
+        return wrap_sync(tracker, _nothing, kind)
+    return [wrap_sync(tracker, _nothing, kind, chunk=i) for i in range(inputs.chunks)]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _plain_nothing() -> Callable:
-    return lambda *args, **kwargs: None
 
 
 def _dry_chunk(torch: ModuleType, schedules: ModuleType, config: Any) -> Any:
