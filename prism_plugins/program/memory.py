@@ -1,0 +1,283 @@
+"""Memory of one rank over a steady iteration: peak, reserved, what is live at the peak, what else the GPU holds.
+
+Everything is computed from a :class:`~prism_plugins.program.model.Program`: the allocations live at its start and
+its ALLOC and FREE events. The caching allocator is emulated block by block
+(:mod:`prism_plugins.program.memory_allocator`), over the iteration twice: the second pass starts from the segments
+the first one left behind, as a steady iteration does.
+
+Limits: reserved memory in a real job also remembers how the model was built and the first iterations (their
+fragmentation); an emulation from the live allocations alone can be below it. Blocks that ``record_stream`` holds back
+after their release are taken as free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from prism_plugins.program.job import RankClass
+from prism_plugins.program.memory_allocator import AllocatorUse, CachingAllocator, block_bytes
+from prism_plugins.program.memory_device import DeviceOverhead, communicators
+from prism_plugins.program.model import EventKind, MemoryCategory, Phase, Program
+from prism_plugins.program.prediction import ClassMemory, Finding
+
+GIB = 2**30
+_CLOSE_TO_CAPACITY = 0.95
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of one program, bytes. The fields are those of :class:`ClassMemory` that a program determines."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    allocated_bytes_end: int
+    device_used_bytes: int
+    peak_phase: str
+    by_category: dict[str, int]
+
+
+def memory_of_class(
+    rank_class: RankClass,
+    *,
+    ranks: str,
+    capacity_bytes: int,
+    overhead: DeviceOverhead | None = None,
+    init_communicators: int = 1,
+) -> ClassMemory:
+    """Memory of the ranks of a class: its exemplar, raised to the largest of its variants.
+
+    Args:
+        rank_class: The class.
+        ranks: Its ranks as text, for the report.
+        capacity_bytes: Memory of the GPU as CUDA reports it.
+        overhead: What CUDA, libraries and NCCL take.
+        init_communicators: Communicators that no iteration uses but start-up did (the world group's).
+    """
+    use = memory_of_program(
+        rank_class.exemplar, overhead=overhead or DeviceOverhead(), init_communicators=init_communicators
+    )
+    base = int(allocated_curve(rank_class.exemplar).max(initial=0))
+    extra = max(
+        (int(allocated_curve(v).max(initial=0)) - base for v in rank_class.variants.values()), default=0
+    )
+    extra = max(extra, 0)
+    return ClassMemory(
+        ranks=ranks,
+        name=rank_class.name,
+        peak_allocated_bytes=use.peak_allocated_bytes + extra,
+        peak_reserved_bytes=use.peak_reserved_bytes + extra,
+        allocated_bytes_end=use.allocated_bytes_end,
+        device_used_bytes=use.device_used_bytes + extra,
+        capacity_bytes=capacity_bytes,
+        peak_phase=use.peak_phase,
+        by_category=use.by_category,
+    )
+
+
+def memory_of_program(
+    program: Program, *, overhead: DeviceOverhead | None = None, init_communicators: int = 1
+) -> MemoryUse:
+    """Memory of one program over a steady iteration. See :func:`memory_of_class` for the arguments."""
+    overhead = overhead or DeviceOverhead()
+    rows, steady = _emulate(program)
+    peak_row = int(rows[steady.peak_index]) if len(rows) else -1
+    uses = communicators(program)
+    nccl = overhead.nccl_bytes(uses)
+    if nccl:
+        nccl += init_communicators * (
+            overhead.collective_base_bytes + overhead.channels * overhead.collective_channel_bytes
+        )
+    return MemoryUse(
+        peak_allocated_bytes=steady.peak_allocated_bytes,
+        peak_reserved_bytes=steady.reserved_bytes,
+        allocated_bytes_end=steady.allocated_bytes_end,
+        device_used_bytes=steady.reserved_bytes + overhead.context_bytes + overhead.libraries_bytes + nccl,
+        peak_phase=phase_at(program, peak_row),
+        by_category=categories_at(program, peak_row),
+    )
+
+
+def allocated_curve(program: Program) -> np.ndarray:
+    """Bytes allocated after each event, in 512-byte blocks, shape (num_events,), int64. A lower bound of what the
+    caching allocator counts, which leaves the rest of a large block unsplit when it is 1 MiB or less."""
+    events = program.events
+    delta = np.zeros(len(events), np.int64)
+    ids, sizes = _requests(program)
+    blocks = block_bytes(sizes)
+    allocs = np.flatnonzero(events["kind"] == EventKind.ALLOC)
+    delta[allocs] = blocks[len(program.initial) :]
+    frees = np.flatnonzero(events["kind"] == EventKind.FREE)
+    ordinals = _ordinals_of(ids, events["ref"][frees].astype(np.int64))
+    known = ordinals >= 0
+    delta[frees[known]] = -blocks[ordinals[known]]
+    return int(blocks[: len(program.initial)].sum()) + np.cumsum(delta)
+
+
+def phase_at(program: Program, row: int) -> str:
+    """The phase event ``row`` lies in, as text; empty outside of phases."""
+    phase = _phase_index(program)[row] if 0 <= row < len(program.events) else -1
+    return describe_phase(program.phases[phase]) if phase >= 0 else ""
+
+
+def describe_phase(phase: Phase) -> str:
+    """``forward micro-batch 3 chunk 1``."""
+    text = phase.kind
+    if phase.microbatch >= 0:
+        text += f" micro-batch {phase.microbatch}"
+    if phase.chunk > 0:
+        text += f" chunk {phase.chunk}"
+    return text
+
+
+def categories_at(program: Program, row: int) -> dict[str, int]:
+    """Requested bytes live after event ``row`` (-1: before the first), by :class:`MemoryCategory`.
+
+    What was live at the start keeps its tag. An allocation of the iteration is ``temporary`` if its own phase frees
+    it, a communication buffer if a send/receive phase made it, ``other`` if the optimizer or the gradient
+    synchronisation made it and keeps it, else an activation.
+    """
+    events = program.events
+    ids, sizes = _requests(program)
+    num_initial = len(program.initial)
+    born = np.concatenate(
+        [np.full(num_initial, -1), np.flatnonzero(events["kind"] == EventKind.ALLOC)]
+    ).astype(np.int64)
+    died = np.full(len(ids), len(events), np.int64)
+    frees = np.flatnonzero(events["kind"] == EventKind.FREE)
+    ordinals = _ordinals_of(ids, events["ref"][frees].astype(np.int64))
+    died[ordinals[ordinals >= 0]] = frees[ordinals >= 0]
+    live = np.flatnonzero((born <= row) & (died > row))
+    phase_of = _phase_index(program)
+    totals: dict[str, int] = {}
+    for ordinal in live.tolist():
+        if ordinal < num_initial:
+            category = str(program.initial[ordinal].category)
+        else:
+            category = _category(program, phase_of, int(born[ordinal]), int(died[ordinal]))
+        totals[category] = totals.get(category, 0) + int(sizes[ordinal])
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def memory_findings(classes: Iterable[ClassMemory]) -> list[Finding]:
+    """A finding for every class that does not fit its GPU, or hardly."""
+    findings = []
+    for memory in classes:
+        outside = memory.device_used_bytes - memory.peak_reserved_bytes
+        live = ", ".join(
+            f"{name} {size / GIB:.1f}" for name, size in memory.by_category.items() if size >= GIB // 20
+        )
+        where = f" during {memory.peak_phase}" if memory.peak_phase else ""
+        need = memory.peak_allocated_bytes + outside
+        room = f"of {memory.capacity_bytes / GIB:.1f} GiB ({outside / GIB:.1f} GiB of it CUDA and NCCL)"
+        if need > memory.capacity_bytes:
+            severity = "error"
+            text = f"out of memory: {memory.name} needs {need / GIB:.1f} GiB {room}{where}; live GiB: {live}"
+        elif memory.device_used_bytes > memory.capacity_bytes:
+            severity = "warning"
+            text = (
+                f"{memory.name} fits only after the allocator returns cached blocks: "
+                f"{memory.device_used_bytes / GIB:.1f} GiB {room}{where}; expandable segments may help"
+            )
+        elif memory.device_used_bytes > _CLOSE_TO_CAPACITY * memory.capacity_bytes:
+            severity = "warning"
+            text = f"{memory.name} hardly fits: {memory.device_used_bytes / GIB:.1f} GiB {room}{where}"
+        else:
+            continue
+        findings.append(
+            Finding(kind="oom", severity=severity, ranks=memory.ranks, phase=memory.peak_phase, message=text)
+        )
+    return findings
+
+
+def _emulate(program: Program, *, passes: int = 2) -> tuple[np.ndarray, AllocatorUse]:
+    """Rows of the ALLOC and FREE events, and what the allocator did over them in the last pass."""
+    events = program.events
+    ids, requested = _requests(program)
+    num_initial = len(program.initial)
+    rows = np.flatnonzero((events["kind"] == EventKind.ALLOC) | (events["kind"] == EventKind.FREE))
+    is_alloc = events["kind"][rows] == EventKind.ALLOC
+    blocks = block_bytes(requested)
+    sizes = np.full(len(rows), -1, np.int64)
+    sizes[is_alloc] = blocks[num_initial:]
+    targets = np.full(len(rows), -1, np.int64)
+    targets[~is_alloc] = _ordinals_of(ids, events["ref"][rows[~is_alloc]].astype(np.int64))
+    streams = events["stream"][rows].astype(np.int64)
+    begins = np.flatnonzero(events["kind"] == EventKind.PHASE_BEGIN)
+    boundaries = np.unique(np.searchsorted(rows, begins))
+
+    allocator = CachingAllocator()
+    initial = blocks[:num_initial]
+    use = allocator.run(initial, np.full(num_initial, -1), np.zeros(num_initial, np.int64))
+    renewed_by = _renewals(blocks, targets[~is_alloc], num_initial)
+    per_pass = int(is_alloc.sum())
+    inside = targets >= num_initial
+    for index in range(passes):
+        shifted = np.where(inside, targets + index * per_pass, targets)
+        if index:
+            old = np.flatnonzero((targets >= 0) & ~inside)
+            shifted[old] = [renewed_by.get(t, -1) for t in targets[old].tolist()]
+            shifted[old] += np.where(shifted[old] >= 0, (index - 1) * per_pass, 0)
+        use = allocator.run(sizes, shifted, streams, boundaries)
+    return rows, use
+
+
+def _renewals(blocks: np.ndarray, freed: np.ndarray, num_initial: int) -> dict[int, int]:
+    """What takes the place of an initial allocation that the iteration frees: ordinal → ordinal of an allocation
+    of the same size that the iteration keeps, in order."""
+    kept: dict[int, list[int]] = {}
+    freed_set = set(freed.tolist())
+    for ordinal in range(len(blocks) - 1, num_initial - 1, -1):
+        if ordinal not in freed_set:
+            kept.setdefault(int(blocks[ordinal]), []).append(ordinal)
+    renewed = {}
+    for ordinal in freed.tolist():
+        if 0 <= ordinal < num_initial:
+            same_size = kept.get(int(blocks[ordinal]))
+            if same_size:
+                renewed[ordinal] = same_size.pop()
+    return renewed
+
+
+def _requests(program: Program) -> tuple[np.ndarray, np.ndarray]:
+    """Allocation ids and requested bytes: the initial ones, then those of the iteration, in order."""
+    allocs = program.events[program.events["kind"] == EventKind.ALLOC]
+    ids = np.concatenate(
+        [np.array([a.id for a in program.initial], np.int64), allocs["ref"].astype(np.int64)]
+    )
+    sizes = np.concatenate(
+        [np.array([a.nbytes for a in program.initial], np.int64), allocs["value"].astype(np.int64)]
+    )
+    return ids, sizes
+
+
+def _ordinals_of(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Position of each wanted id in ``ids``; -1 where it is absent."""
+    if not len(ids):
+        return np.full(len(wanted), -1, np.int64)
+    order = np.argsort(ids, kind="stable")
+    at = np.minimum(np.searchsorted(ids, wanted, sorter=order), len(ids) - 1)
+    found = order[at]
+    return np.where(ids[found] == wanted, found, -1)
+
+
+def _phase_index(program: Program) -> np.ndarray:
+    """Index of the phase each event lies in, -1 outside, shape (num_events,)."""
+    kind = program.events["kind"]
+    marks = np.flatnonzero((kind == EventKind.PHASE_BEGIN) | (kind == EventKind.PHASE_END))
+    value = np.where(kind[marks] == EventKind.PHASE_BEGIN, program.events["ref"][marks].astype(np.int64), -1)
+    last = np.searchsorted(marks, np.arange(len(kind)), side="right") - 1
+    return np.where(last >= 0, value[last], -1) if len(marks) else np.full(len(kind), -1, np.int64)
+
+
+def _category(program: Program, phase_of: np.ndarray, born: int, died: int) -> str:
+    index = int(phase_of[born])
+    kind = program.phases[index].kind if index >= 0 else ""
+    if kind.startswith(("recv", "send")):
+        return str(MemoryCategory.COMMUNICATION)
+    if died < len(phase_of) and phase_of[died] == index:
+        return str(MemoryCategory.TEMPORARY)
+    if kind in ("optimizer", "grad_sync"):
+        return str(MemoryCategory.OTHER)
+    return str(MemoryCategory.ACTIVATIONS)

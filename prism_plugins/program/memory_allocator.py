@@ -1,0 +1,263 @@
+"""PyTorch's CUDA caching allocator, block by block, over a sequence of allocations and frees.
+
+Follows ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings: requests are rounded to 512 bytes; up to
+1 MiB they come from 2 MiB segments (small pool), else from segments of 20 MiB, or, from 10 MiB on, of their size
+rounded to 2 MiB; the best fitting free block of the same stream is taken, the lowest address among equals; a block
+is split when the rest is worth keeping (512 bytes in the small pool, more than 1 MiB in the large one); freed
+neighbours merge; segments are never returned.
+
+Not modelled: expandable segments, garbage collection, blocks held back by ``record_stream``, retry after an
+out-of-memory error.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, insort
+
+import msgspec
+import numpy as np
+
+BLOCK_BYTES = 512
+SMALL_BYTES = 2**20
+SMALL_SEGMENT_BYTES = 2 * 2**20
+LARGE_SEGMENT_BYTES = 20 * 2**20
+MIN_LARGE_BYTES = 10 * 2**20
+ROUND_LARGE_BYTES = 2 * 2**20
+_MAX_CANDIDATES = 64
+"""Periods tried at a boundary before it is taken as the start of none."""
+
+
+def block_bytes(requested: np.ndarray) -> np.ndarray:
+    """Requested bytes rounded to blocks; an empty request takes none. Any shape, int64."""
+    return -(-np.asarray(requested, np.int64) // BLOCK_BYTES) * BLOCK_BYTES
+
+
+class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sequence did to the allocator, bytes."""
+
+    peak_allocated_bytes: int
+    peak_index: int
+    """Index of the step after which the most was allocated (the first, if several)."""
+    allocated_bytes_end: int
+    reserved_bytes: int
+
+
+class CachingAllocator:
+    """The allocator's state. Live blocks are known by the ordinal of their allocation (0, 1, 2, …)."""
+
+    def __init__(self) -> None:
+        self.allocated = 0
+        self.reserved = 0
+        self._num_allocations = 0
+        self._live: dict[int, tuple[int, int, int]] = {}
+        """Ordinal → (address, size, pool)."""
+        self._free: dict[int, list[tuple[int, int]]] = {}
+        """Pool → free blocks (size, address), ascending."""
+        self._free_at: dict[int, int] = {}
+        """Address of a free block → its size."""
+        self._free_until: dict[int, int] = {}
+        """End of a free block → its address."""
+        self._next_segment = LARGE_SEGMENT_BYTES
+
+    def run(
+        self,
+        sizes: np.ndarray,
+        targets: np.ndarray,
+        streams: np.ndarray,
+        boundaries: np.ndarray | None = None,
+    ) -> AllocatorUse:
+        """Apply steps in order.
+
+        Args:
+            sizes: Shape (n,). Requested bytes rounded to blocks for an allocation, -1 for a free.
+            targets: Shape (n,). For a free: ordinal of the allocation it ends, counted over this allocator's life.
+                Ignored for allocations.
+            streams: Shape (n,). Stream of each allocation.
+            boundaries: Ascending steps at which a repeating pattern may begin (the start of each micro-batch).
+                Where the steps between boundaries repeat and the state they lead to repeats too, the repetitions
+                are skipped; the result is the same.
+        """
+        peak, peak_index = self.allocated, 0
+        repeats = _repeats(sizes, targets, streams, boundaries, self._num_allocations)
+        step, end = 0, len(sizes)
+        while step < end:
+            period = repeats.get(step)
+            if period is None:
+                stop = min((b for b in repeats if b > step), default=end)
+                top, top_index = self._apply(sizes, targets, streams, step, stop)
+                if top > peak:
+                    peak, peak_index = top, top_index
+                step = stop
+                continue
+            length, count = period
+            before = self._layout()
+            left = count
+            while left:
+                top, top_index = self._apply(sizes, targets, streams, step, step + length)
+                if top > peak:
+                    peak, peak_index = top, top_index
+                step += length
+                left -= 1
+                after = self._layout()
+                period_allocations = self._num_allocations - before[1]
+                if left and _same_layout(before, after, period_allocations):
+                    self._age(before, left * period_allocations)
+                    step += left * length
+                    left = 0
+                before = after
+        return AllocatorUse(
+            peak_allocated_bytes=peak,
+            peak_index=peak_index,
+            allocated_bytes_end=self.allocated,
+            reserved_bytes=self.reserved,
+        )
+
+    def _apply(
+        self, sizes: np.ndarray, targets: np.ndarray, streams: np.ndarray, start: int, stop: int
+    ) -> tuple[int, int]:
+        """Run steps [start, stop); return the most that was allocated after one of them, and which."""
+        live, free_at, free_until, free_lists = self._live, self._free_at, self._free_until, self._free
+        allocated, ordinal, peak, peak_index = self.allocated, self._num_allocations, -1, start
+        steps = zip(
+            sizes[start:stop].tolist(),
+            targets[start:stop].tolist(),
+            streams[start:stop].tolist(),
+            strict=True,
+        )
+        for index, (size, target, stream) in enumerate(steps, start):
+            if size > 0:
+                small = size <= SMALL_BYTES
+                pool = 2 * stream + small
+                free = free_lists.get(pool)
+                if free is None:
+                    free = free_lists[pool] = []
+                i = bisect_left(free, (size, 0))
+                if i < len(free):
+                    have, address = free.pop(i)
+                    del free_at[address], free_until[address + have]
+                else:
+                    have, address = self._segment(size)
+                rest = have - size
+                if rest > SMALL_BYTES or (small and rest >= BLOCK_BYTES):
+                    insort(free, (rest, address + size))
+                    free_at[address + size] = rest
+                    free_until[address + have] = address + size
+                    have = size
+                live[ordinal] = (address, have, pool)
+                ordinal += 1
+                allocated += have
+                if allocated > peak:
+                    peak, peak_index = allocated, index
+            elif size == 0:
+                ordinal += 1
+            elif target in live:
+                address, size, pool = live.pop(target)
+                allocated -= size
+                free = free_lists[pool]
+                after = free_at.pop(address + size, 0)
+                if after:
+                    del free[bisect_left(free, (after, address + size))]
+                    del free_until[address + size + after]
+                    size += after
+                before = free_until.pop(address, None)
+                if before is not None:
+                    have = free_at[before]
+                    del free[bisect_left(free, (have, before))]
+                    address = before
+                    size += have
+                insort(free, (size, address))
+                free_at[address] = size
+                free_until[address + size] = address
+        self.allocated, self._num_allocations = allocated, ordinal
+        return peak, peak_index
+
+    def _segment(self, size: int) -> tuple[int, int]:
+        if size <= SMALL_BYTES:
+            segment = SMALL_SEGMENT_BYTES
+        elif size < MIN_LARGE_BYTES:
+            segment = LARGE_SEGMENT_BYTES
+        else:
+            segment = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        address = self._next_segment
+        self._next_segment += segment + ROUND_LARGE_BYTES  # a gap, so that blocks of two segments never merge
+        self.reserved += segment
+        return segment, address
+
+    def _layout(self) -> tuple[dict[int, tuple[int, int]], int, dict[int, int]]:
+        """(address → (size, ordinal) of live blocks, allocations so far, free blocks)."""
+        live = {address: (size, ordinal) for ordinal, (address, size, _) in self._live.items()}
+        return live, self._num_allocations, dict(self._free_at)
+
+    def _age(self, before: tuple[dict[int, tuple[int, int]], int, dict[int, int]], by: int) -> None:
+        """Rename the live blocks as if the last period, from ``before`` to now, had run on for ``by`` allocations."""
+        aged = {}
+        for ordinal, block in self._live.items():
+            lasting = before[0][block[0]][1] == ordinal
+            aged[ordinal if lasting else ordinal + by] = block
+        self._live = aged
+        self._num_allocations += by
+
+
+def _same_layout(
+    before: tuple[dict[int, tuple[int, int]], int, dict[int, int]],
+    after: tuple[dict[int, tuple[int, int]], int, dict[int, int]],
+    period_allocations: int,
+) -> bool:
+    """Whether two states differ only by which period their blocks belong to."""
+    if before[2] != after[2] or before[0].keys() != after[0].keys():
+        return False
+    for address, (size, ordinal) in after[0].items():
+        earlier_size, earlier = before[0][address]
+        if size != earlier_size or ordinal - earlier not in (0, period_allocations):
+            return False
+    return True
+
+
+def _repeats(
+    sizes: np.ndarray,
+    targets: np.ndarray,
+    streams: np.ndarray,
+    boundaries: np.ndarray | None,
+    num_allocations: int,
+) -> dict[int, tuple[int, int]]:
+    """Runs of at least three equal periods: first step → (steps in a period, how many periods).
+
+    A period is one or more stretches between boundaries. Two stretches are equal when they allocate the same sizes
+    on the same streams in the same order and free blocks of the same age, in allocations.
+    """
+    if boundaries is None or len(boundaries) < 3:
+        return {}
+    is_alloc = sizes >= 0
+    ordinals = num_allocations + np.cumsum(is_alloc)
+    ages = np.where(targets >= 0, targets - ordinals, np.iinfo(np.int64).min)
+    codes = np.where(is_alloc, (sizes << 8) | (streams & 0xFF), ages)
+    edges = [*(int(b) for b in boundaries), len(sizes)]
+    stretches = [codes[a:b].tobytes() for a, b in itertools.pairwise(edges)]
+    positions: dict[bytes, list[int]] = {}
+    for i, stretch in enumerate(stretches):
+        positions.setdefault(stretch, []).append(i)
+    found: dict[int, tuple[int, int]] = {}
+    i = 0
+    while i < len(stretches):
+        period, count = _period_at(stretches, i, positions[stretches[i]])
+        if count and edges[i + period] > edges[i]:
+            found[edges[i]] = (edges[i + period] - edges[i], count)
+        i += max(1, period * count)
+    return found
+
+
+def _period_at(stretches: list[bytes], i: int, occurrences: list[int]) -> tuple[int, int]:
+    """The shortest (period, count) with count ≥ 3 that begins at stretch ``i``; (0, 0) if there is none."""
+    first = bisect_left(occurrences, i) + 1
+    for later in occurrences[first : first + _MAX_CANDIDATES]:
+        period = later - i
+        if stretches[i : i + 2 * period] != stretches[later : later + 2 * period]:
+            continue
+        if later + 2 * period > len(stretches):
+            continue
+        count = 3
+        while stretches[i + count * period : i + (count + 1) * period] == stretches[i : i + period]:
+            count += 1
+        return period, count
+    return 0, 0

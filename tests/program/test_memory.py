@@ -1,0 +1,232 @@
+"""Memory of small hand-made programs, worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from prism_plugins.program.job import RankClass
+from prism_plugins.program.memory import (
+    allocated_curve,
+    memory_findings,
+    memory_of_class,
+    memory_of_program,
+)
+from prism_plugins.program.memory_device import MIB, CommunicatorUse, DeviceOverhead, communicators
+from prism_plugins.program.model import (
+    EVENT_DTYPE,
+    Allocation,
+    CommSignature,
+    EventKind,
+    GroupInfo,
+    MemoryCategory,
+    Phase,
+    Program,
+)
+
+GIB = 2**30
+NOTHING = DeviceOverhead(context_bytes=0, libraries_bytes=0)
+
+
+def program(steps, *, initial=(), phases=(), comms=(), groups=()):
+    """A program from (kind, ref, value) triples."""
+    events = np.zeros(len(steps), EVENT_DTYPE)
+    for event, (kind, ref, value) in zip(events, steps, strict=True):
+        event["kind"], event["ref"], event["value"] = kind, ref, value
+    return Program(
+        rank=0,
+        events=events,
+        signatures=[],
+        comms=list(comms),
+        groups=list(groups),
+        phases=list(phases),
+        initial=[Allocation(i, n, c) for i, n, c in initial],
+    )
+
+
+def alloc(ref, nbytes):
+    return (EventKind.ALLOC, ref, nbytes)
+
+
+def free(ref):
+    return (EventKind.FREE, ref, 0)
+
+
+def begin(phase):
+    return (EventKind.PHASE_BEGIN, phase, 0)
+
+
+def end(phase):
+    return (EventKind.PHASE_END, phase, 0)
+
+
+PHASES = [
+    Phase(kind="recv_forward", microbatch=0),
+    Phase(kind="forward", microbatch=0, chunk=0),
+    Phase(kind="backward", microbatch=0, chunk=0),
+]
+
+TRAINING = program(
+    [
+        begin(0),
+        alloc(10, 4 * MIB),  # received activation
+        end(0),
+        begin(1),
+        alloc(11, 64 * MIB),  # kept for backward
+        alloc(12, 32 * MIB),  # freed by its own phase: the peak
+        free(12),
+        end(1),
+        begin(2),
+        alloc(13, 16 * MIB),
+        free(11),
+        free(13),
+        free(10),
+        end(2),
+    ],
+    initial=[
+        (1, 100 * MIB, MemoryCategory.PARAMETERS),
+        (2, 100 * MIB + 1, MemoryCategory.GRADIENTS),
+    ],
+    phases=PHASES,
+)
+
+
+def test_peak_phase_and_categories():
+    use = memory_of_program(TRAINING, overhead=NOTHING)
+    # 100 MiB + 1 byte takes a block of its own 102 MiB segment, split after 512 bytes beyond 100 MiB
+    assert use.peak_allocated_bytes == (100 + 100 + 4 + 64 + 32) * MIB + 512
+    assert use.peak_phase == "forward micro-batch 0"
+    assert use.by_category == {
+        "parameters": 100 * MIB,
+        "gradients": 100 * MIB + 1,
+        "activations": 64 * MIB,
+        "temporary": 32 * MIB,
+        "communication_buffers": 4 * MIB,
+    }
+    assert list(use.by_category) == sorted(use.by_category, key=lambda c: -use.by_category[c])
+    assert use.allocated_bytes_end == 200 * MIB + 512
+    assert use.device_used_bytes == use.peak_reserved_bytes
+
+
+def test_curve_counts_blocks_of_512_bytes():
+    curve = allocated_curve(program([alloc(1, 1), alloc(2, 513), free(1), alloc(3, 0), free(3), free(2)]))
+    assert curve.tolist() == [512, 1536, 1024, 1024, 1024, 0]
+
+
+def test_reserved_of_the_second_iteration_counts():
+    """A block that one iteration hands to the next is freed by the next one, not leaked."""
+    steady = program(
+        [alloc(2, 30 * MIB), free(1), free(2), alloc(3, 30 * MIB)],
+        initial=[(1, 30 * MIB, MemoryCategory.OTHER)],
+    )
+    use = memory_of_program(steady, overhead=NOTHING)
+    assert use.allocated_bytes_end == 30 * MIB
+    assert use.peak_allocated_bytes == use.peak_reserved_bytes == 60 * MIB
+
+
+def test_empty_program_holds_its_parameters():
+    use = memory_of_program(program([], initial=[(1, 3 * MIB, MemoryCategory.PARAMETERS)]), overhead=NOTHING)
+    assert use.peak_allocated_bytes == 3 * MIB
+    assert use.peak_reserved_bytes == 20 * MIB
+    assert use.by_category == {"parameters": 3 * MIB}
+    assert use.peak_phase == ""
+
+
+COMMUNICATING = program(
+    [
+        (EventKind.COMM, 0, 1),
+        (EventKind.COMM, 0, 2),
+        (EventKind.COMM, 1, 3),
+        (EventKind.COMM, 2, 3),  # batched with the one before
+        (EventKind.COMM, 3, 4),
+        (EventKind.COMM, 4, 5),
+        (EventKind.COMM, 5, 6),
+    ],
+    comms=[
+        CommSignature(kind="all_reduce", group=0),
+        CommSignature(kind="send", group=1, peer=1),
+        CommSignature(kind="recv", group=1, peer=1),
+        CommSignature(kind="send", group=2, peer=1),
+        CommSignature(kind="all_to_all", group=3),
+        CommSignature(kind="all_reduce", group=4),
+    ],
+    groups=[
+        GroupInfo(ranks=(0, 1), name="tp"),
+        GroupInfo(ranks=(0, 2), name="pp"),
+        GroupInfo(ranks=(0, 2), name="other pp"),
+        GroupInfo(ranks=(0, 4), name="ep"),
+        GroupInfo(ranks=(0,), name="alone"),
+    ],
+)
+
+
+def test_communicators_by_use():
+    assert communicators(COMMUNICATING) == (
+        CommunicatorUse(ranks=(0, 1), collective=True, p2p=False, pairs=0),
+        CommunicatorUse(ranks=(0, 2), collective=True, p2p=True, pairs=0),
+        CommunicatorUse(ranks=(0, 2), collective=False, p2p=False, pairs=1),
+        CommunicatorUse(ranks=(0, 4), collective=True, p2p=True, pairs=0),
+    )
+    assert communicators(program([])) == ()
+
+
+@pytest.mark.parametrize(
+    ("channels", "first", "further", "p2p", "pair"), [(32, 840, 486, 384, 262), (8, 504, 150, 96, 70)]
+)
+def test_nccl_figures_are_the_measured_ones(channels, first, further, p2p, pair):
+    overhead = DeviceOverhead(channels=channels)
+
+    def use(**kinds):
+        return CommunicatorUse(ranks=(0, 1), **({"collective": False, "p2p": False, "pairs": 0} | kinds))
+
+    def mib(*uses):
+        return overhead.nccl_bytes(uses) / MIB
+
+    one = use(collective=True)
+    assert mib(one) == pytest.approx(first, abs=2)
+    assert mib(one, one) - mib(one) == pytest.approx(further, abs=2)
+    assert mib(use(collective=True, p2p=True)) - mib(one) == pytest.approx(p2p, abs=2)
+    assert mib(one, use(pairs=1)) - mib(one) == pytest.approx(pair, abs=2)
+
+
+def rank_class(exemplar, **variants):
+    return RankClass(name="stage 0", ranks=np.arange(4), representative=0, exemplar=exemplar, **variants)
+
+
+def test_class_takes_its_largest_variant():
+    bigger = program([alloc(1, 64 * MIB), free(1)])
+    both = rank_class(program([alloc(1, 32 * MIB), free(1)]), variants={3: bigger}, variant_of={3: 3})
+    memory = memory_of_class(both, ranks="0-3", capacity_bytes=80 * GIB, overhead=NOTHING)
+    assert memory.peak_allocated_bytes == 64 * MIB
+    assert (memory.name, memory.ranks, memory.capacity_bytes) == ("stage 0", "0-3", 80 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("capacity_gib", "severity", "says"),
+    [
+        (1, "error", "out of memory: stage 0 needs 1.5 GiB of 1.0 GiB"),
+        (1.55, "warning", "hardly"),
+        (4, None, ""),
+    ],
+)
+def test_findings(capacity_gib, severity, says):
+    held = rank_class(program([alloc(1, 7 * MIB), free(1)], initial=[(9, GIB, MemoryCategory.PARAMETERS)]))
+    overhead = DeviceOverhead(context_bytes=400 * MIB, libraries_bytes=90 * MIB)
+    memory = memory_of_class(held, ranks="0-3", capacity_bytes=int(capacity_gib * GIB), overhead=overhead)
+    findings = memory_findings([memory])
+    if severity is None:
+        assert findings == []
+        return
+    assert [f.severity for f in findings] == [severity]
+    assert says in findings[0].message
+    assert findings[0].ranks == "0-3"
+    if severity == "error":
+        assert "parameters 1.0" in findings[0].message
+
+
+def test_only_fragmented_memory_is_a_warning():
+    held = rank_class(program([alloc(1, 2 * MIB), free(1)], initial=[(9, GIB, MemoryCategory.PARAMETERS)]))
+    memory = memory_of_class(held, ranks="0-3", capacity_bytes=GIB + 10 * MIB, overhead=NOTHING)
+    (finding,) = memory_findings([memory])
+    assert finding.severity == "warning"
+    assert "cached blocks" in finding.message
