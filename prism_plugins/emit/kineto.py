@@ -29,6 +29,7 @@ import numpy as np
 from prism_plugins.costs.base import Price
 from prism_plugins.emit import trace_names as names
 from prism_plugins.emit.files import replaced_file
+from prism_plugins.emit.memory_curve import allocated_curve
 from prism_plugins.emit.spans import DeviceSpans, SpanKind, comm_group_of_lane, device_spans
 from prism_plugins.emit.trace_layout import SYNC_NAMES, HostTimes, Tracks, whole_microseconds
 from prism_plugins.program.model import EventFlag, EventKind, OpSignature, Program
@@ -88,6 +89,7 @@ def trace_events(program: Program, times: OpTimes, context: TraceContext) -> Ite
     yield from _phases(program, spans, tracks, start_us, end_us, host)
     yield from _kernels(program, spans, tracks, start_us, end_us, host, context)
     yield from _syncs(program, host)
+    yield from _memory(program, host)
 
 
 def _header(program: Program, context: TraceContext) -> str:
@@ -344,6 +346,17 @@ def _syncs(program: Program, host: HostTimes) -> Iterator[str]:
                 "ph": "X", "cat": "cuda_runtime", "name": SYNC_NAMES[EventKind(program.events["kind"][row])],
                 "pid": CPU_PID_BASE + program.rank, "tid": MAIN_THREAD,
                 "ts": int(host.at[row]), "dur": int(host.sync_end[row] - host.at[row]), "args": args,
+            }
+        )  # fmt: skip
+
+
+def _memory(program: Program, host: HostTimes) -> Iterator[str]:
+    """Allocated memory over the host's time, as a counter."""
+    for ts, nbytes in allocated_curve(program, host.at):
+        yield json.dumps(
+            {
+                "ph": "C", "name": "allocated memory", "pid": CPU_PID_BASE + program.rank, "tid": MAIN_THREAD,
+                "ts": ts, "args": {"GiB": round(nbytes / 2**30, 4)},
             }
         )  # fmt: skip
 

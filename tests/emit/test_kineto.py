@@ -164,6 +164,14 @@ def test_host_synchronisation_lasts_as_long_as_the_host_is_blocked(trace):
     assert sync["dur"] > 1000
 
 
+def test_memory_counter_follows_the_allocations(trace):
+    data, *_ = trace(0)
+    values = [e["args"]["GiB"] for e in data["traceEvents"] if e["ph"] == "C"]
+    buffer_gib = 4096 * 11008 * 2 / 2**30
+    assert max(values) == pytest.approx(1 + buffer_gib, abs=1e-3), "1 GiB of parameters and one live buffer"
+    assert min(values) >= 1.0
+
+
 def test_overlapping_work_of_one_communicator_gets_a_second_track(trace, build):
     make_program, make_times = build
     program = make_program(0)
