@@ -165,6 +165,7 @@ def _kernel_facts(name: str, node_schedule: Any, kernel: Any) -> FusedKernel:
 
 def _bytes_by_buffer(nodes: Sequence[Any], direction: str) -> dict[str, int]:
     """Bytes accessed of each buffer: distinct index expressions add up, capped by the buffer's size."""
+    from torch._inductor.dependencies import MemoryDep
     from torch._inductor.utils import get_dtype_size
     from torch._inductor.virtualized import V
 
@@ -178,9 +179,9 @@ def _bytes_by_buffer(nodes: Sequence[Any], direction: str) -> dict[str, int]:
             if buffer is None:
                 continue
             accessed = V.graph.get_dep_size_hint(dep)
-            if dep.is_indirect():
+            if not isinstance(dep, MemoryDep) or dep.is_indirect():
                 accessed = min(accessed, numel * get_dtype_size(buffer.get_dtype()))
-            index = getattr(dep, "index", None)
+            index = dep.index if isinstance(dep, MemoryDep) else None
             known = accesses.setdefault(dep.name, {})
             known[index] = max(accessed, known.get(index, 0))
     capped = {}

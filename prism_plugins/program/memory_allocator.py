@@ -80,7 +80,7 @@ class CachingAllocator:
         """
         peak, peak_index = self.allocated, 0
         repeats = _repeats(sizes, targets, streams, boundaries, self._num_allocations)
-        step, end = 0, len(sizes)
+        first, step, end = self._num_allocations, 0, len(sizes)
         while step < end:
             period = repeats.get(step)
             if period is None:
@@ -91,21 +91,24 @@ class CachingAllocator:
                 step = stop
                 continue
             length, count = period
-            before = self._layout()
-            left = count
-            while left:
+            seen = {self._state(first): (0, self._num_allocations)}
+            done = 0
+            while done < count:
                 top, top_index = self._apply(sizes, targets, streams, step, step + length)
                 if top > peak:
                     peak, peak_index = top, top_index
                 step += length
-                left -= 1
-                after = self._layout()
-                period_allocations = self._num_allocations - before[1]
-                if left and _same_layout(before, after, period_allocations):
-                    self._age(before, left * period_allocations)
-                    step += left * length
-                    left = 0
-                before = after
+                done += 1
+                state = self._state(first)
+                if state in seen:
+                    earlier, allocations = seen[state]
+                    cycles = (count - done) // (done - earlier)
+                    self._age(cycles * (self._num_allocations - allocations), first)
+                    step += cycles * (done - earlier) * length
+                    done += cycles * (done - earlier)
+                    seen.clear()
+                else:
+                    seen[state] = (done, self._num_allocations)
         return AllocatorUse(
             peak_allocated_bytes=peak,
             peak_index=peak_index,
@@ -184,34 +187,22 @@ class CachingAllocator:
         self.reserved += segment
         return segment, address
 
-    def _layout(self) -> tuple[dict[int, tuple[int, int]], int, dict[int, int]]:
-        """(address → (size, ordinal) of live blocks, allocations so far, free blocks)."""
-        live = {address: (size, ordinal) for ordinal, (address, size, _) in self._live.items()}
-        return live, self._num_allocations, dict(self._free_at)
+    def _state(self, first: int) -> tuple[frozenset[tuple[int, int, int]], frozenset[tuple[int, int]]]:
+        """Everything that decides what happens next: live blocks (allocations from ordinal ``first`` on by their
+        age, older ones by their ordinal) and free blocks."""
+        now = self._num_allocations
+        live = frozenset(
+            (address, size, ordinal - now if ordinal >= first else ordinal)
+            for ordinal, (address, size, _) in self._live.items()
+        )
+        return live, frozenset(self._free_at.items())
 
-    def _age(self, before: tuple[dict[int, tuple[int, int]], int, dict[int, int]], by: int) -> None:
-        """Rename the live blocks as if the last period, from ``before`` to now, had run on for ``by`` allocations."""
-        aged = {}
-        for ordinal, block in self._live.items():
-            lasting = before[0][block[0]][1] == ordinal
-            aged[ordinal if lasting else ordinal + by] = block
-        self._live = aged
+    def _age(self, by: int, first: int) -> None:
+        """Rename live blocks from ordinal ``first`` on as if ``by`` allocations had gone by in whole cycles."""
+        self._live = {
+            (ordinal + by if ordinal >= first else ordinal): block for ordinal, block in self._live.items()
+        }
         self._num_allocations += by
-
-
-def _same_layout(
-    before: tuple[dict[int, tuple[int, int]], int, dict[int, int]],
-    after: tuple[dict[int, tuple[int, int]], int, dict[int, int]],
-    period_allocations: int,
-) -> bool:
-    """Whether two states differ only by which period their blocks belong to."""
-    if before[2] != after[2] or before[0].keys() != after[0].keys():
-        return False
-    for address, (size, ordinal) in after[0].items():
-        earlier_size, earlier = before[0][address]
-        if size != earlier_size or ordinal - earlier not in (0, period_allocations):
-            return False
-    return True
 
 
 def _repeats(
