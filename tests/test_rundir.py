@@ -1,0 +1,133 @@
+"""The run directory: refusals, atomic writes, and files that are not what they should be."""
+
+import datetime
+import json
+import os
+import subprocess
+
+import pytest
+
+from prism_plugins.errors import FileFormatError, Interrupted, PrismError
+from prism_plugins.options import Job, Options
+from prism_plugins.rundir import RunDir, RunInfo, create, read_json, write_bytes, write_json
+
+
+def job(out="", run_as="script", argv=("dir/train.py", "--lr", "1")):
+    return Job(options=Options(world_size=8, out=out), run_as=run_as, argv=argv)
+
+
+def test_default_name_and_no_collision(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    now = datetime.datetime(2026, 1, 2, 3, 4, 5)
+    first, second = create(job(), now=now), create(job(), now=now)
+    assert first.path == tmp_path / "prism_out" / "20260102-030405-train"
+    assert second.path.name == "20260102-030405-train-2"
+
+
+def test_info_round_trip(tmp_path):
+    rundir = create(job(str(tmp_path / "run")))
+    with rundir.recording(job(), launch_world=2) as record:
+        assert rundir.read_info().status == "running"
+        record(slices=(0, 7))
+    info = rundir.read_info()
+    assert (info.status, info.slices, info.launch_world) == ("ok", (0, 7), 2)
+    assert info.job == job()
+    assert "torch" in info.versions
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError(), "failed"), (Interrupted(2), "interrupted")])
+def test_info_says_how_a_run_ended(tmp_path, error, status):
+    rundir = create(job(str(tmp_path)))
+    with pytest.raises(type(error)), rundir.recording(job(), launch_world=1):
+        raise error
+    assert rundir.read_info().status == status
+
+
+def test_an_earlier_run_directory_is_taken_over(tmp_path):
+    rundir = create(job(str(tmp_path)))
+    rundir.write_info(RunInfo(job=job()))
+    assert create(job(str(tmp_path))).path == tmp_path
+
+
+def test_foreign_directories_and_files_are_refused_untouched(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(PrismError, match="not empty and not a run directory"):
+        create(job(str(tmp_path)))
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+    with pytest.raises(PrismError, match="is a file"):
+        create(job(str(tmp_path / "thesis.txt")))
+    (tmp_path / "run.json").write_text('{"something": "else"}')
+    with pytest.raises(FileFormatError, match="not what it should be"):
+        create(job(str(tmp_path)))
+
+
+def test_reading_what_is_no_run_directory(tmp_path):
+    with pytest.raises(PrismError, match="not a run directory"):
+        RunDir(tmp_path).read_info()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "truncated or not JSON"),
+        (b'{"schema": 1, "job": {"opti', "truncated or not JSON"),
+        (b"\x00\x01\x02", "truncated or not JSON"),
+        (b"[1, 2]", "not what it should be"),
+        (b'{"job": 3}', "not what it should be"),
+        (b'{"schema": 1, "job": 3}', "not what it should be"),
+        (b'{"schema": 999, "job": 3}', "newer version of prism .schema 999"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, content, said):
+    path = tmp_path / "run.json"
+    path.write_bytes(content)
+    with pytest.raises(FileFormatError, match=said) as caught:
+        read_json(path, RunInfo)
+    assert str(path) in str(caught.value)
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileFormatError, match=r"slices/3/report\.json is missing"):
+        RunDir(tmp_path).read_report(3)
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+    monkeypatch.setattr(
+        os, "replace", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(PrismError, match=r"cannot write .*x\.json: No space left on device"):
+        write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A file system of 64 KiB, where mounting is allowed."""
+    mount = tmp_path / "tiny"
+    mount.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_full_disk(tiny_disk):
+    rundir = create(job(str(tiny_disk / "run")))
+    with pytest.raises(PrismError, match="No space left on device; free some space"):
+        write_bytes(rundir.prediction, b"x" * 2**20)
+    assert not rundir.prediction.exists()
+    assert not list(rundir.path.glob(".*"))
+
+
+def test_read_only_place(tiny_disk):
+    done = subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], capture_output=True)
+    if done.returncode:
+        pytest.skip("cannot remount read-only")
+    with pytest.raises(PrismError, match="Read-only file system; choose another --prism-out"):
+        create(job(str(tiny_disk / "run")))
