@@ -1,0 +1,248 @@
+"""The recorder: the one way Python code writes into the event stream of an iteration.
+
+Kernels, allocations, events and synchronisations are recorded by the C++ layer without entering Python. What Python
+adds (communication, phases, fused ops) goes into the same stream, so the order is the host's issue order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from prism_plugins.device import library
+from prism_plugins.errors import PrismError
+from prism_plugins.program.model import (
+    EVENT_DTYPE,
+    Allocation,
+    CommSignature,
+    EventFlag,
+    EventKind,
+    GroupInfo,
+    MemoryCategory,
+    OpSignature,
+    Phase,
+    TensorSpec,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CATEGORIES = tuple(MemoryCategory)
+"""In the order of the C++ enum."""
+
+
+class RecordedIteration(msgspec.Struct, kw_only=True):
+    """What one iteration did. Tables and their ids belong to the process: two equal iterations have equal refs
+    (allocation, event and work ids apart)."""
+
+    events: np.ndarray
+    """Shape (num_events,), dtype :data:`EVENT_DTYPE`."""
+    signatures: list[OpSignature]
+    comms: list[CommSignature]
+    groups: list[GroupInfo]
+    phases: list[Phase]
+    initial: list[Allocation]
+    """Live when recording started, in allocation order."""
+
+
+class DeviceStats(msgspec.Struct, frozen=True, kw_only=True):
+    """State of the virtual device and what it could not do for real. Bytes, as torch.cuda counts them."""
+
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    reserved_bytes: int
+    peak_reserved_bytes: int
+    requested_bytes: int
+    peak_requested_bytes: int
+    num_ooms: int
+    """Allocations beyond the GPU's memory."""
+    num_ops: int
+    num_computed: int
+    """Of these: computed on the CPU."""
+    num_cache_hits: int
+    num_cache_misses: int
+    record_ns_per_op: float
+    """Time the recorder takes per op, from a sample of one op in 64."""
+    delayed_reuse: int
+    """Frees that ``record_stream`` would have delayed on a real GPU; here the block is reused at once."""
+    synthesized_reads: dict[str, int]
+    """Read-backs of values nobody computed, by ``op dtype``."""
+    no_cpu_kernel: dict[str, int]
+    """Ops on real memory whose results had to be synthesized, by name."""
+    no_meta_kernel: dict[str, int]
+    """Ops that only mutate their arguments and have no Meta kernel: taken as keeping the shapes, by name."""
+
+
+class Recorder:
+    """See the module docstring. One per process: :func:`get_recorder`."""
+
+    def __init__(self) -> None:
+        self._start = library.function("start")
+        self._stop = library.function("stop")
+        self._add = library.function("add_event")
+        self.recording = False
+        self._signatures: list[OpSignature] = []
+        self._ids: dict[OpSignature, int] = {}
+        self._comms: dict[CommSignature, int] = {}
+        self._groups: dict[GroupInfo, int] = {}
+        self._phases: dict[Phase, int] = {}
+        self._open_phase = -1
+        self._initial: list[Allocation] = []
+        self._works = itertools.count(1)
+
+    def start(self) -> None:
+        """Forget recorded events, remember the live allocations and begin to record."""
+        self._initial = self.live_allocations()
+        self.recording = True
+        self._start()
+
+    def stop(self) -> RecordedIteration:
+        """End recording and return what was recorded since :meth:`start`."""
+        self._stop()
+        self.recording = False
+        events = np.empty(library.call("num_events"), EVENT_DTYPE)
+        library.call("copy_events", events.ctypes.data)
+        return RecordedIteration(
+            events=events,
+            signatures=self._decode_signatures(),
+            comms=list(self._comms),
+            groups=list(self._groups),
+            phases=list(self._phases),
+            initial=self._initial,
+        )
+
+    def kernel(
+        self,
+        op: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] = (),
+        scalars: Sequence[tuple[str, int | float | bool | str | tuple[int, ...] | None]] = (),
+        attrs: dict[str, int | float | str] | None = None,
+    ) -> None:
+        """Record a device op that is not an aten kernel (a fused region, an extension)."""
+        if not self.recording:
+            return
+        signature = OpSignature(
+            op=op,
+            inputs=tuple(tensor_spec(t) for t in inputs),
+            outputs=tuple(tensor_spec(t) for t in outputs),
+            scalars=tuple(scalars),
+            attrs=attrs or {},
+        )
+        encoded = msgspec.json.encode(signature)
+        self._add(EventKind.KERNEL, library.call("intern", encoded, len(encoded)), 0, 0)
+
+    def group(self, info: GroupInfo) -> int:
+        """Index of a process group in the groups table."""
+        return self._groups.setdefault(info, len(self._groups))
+
+    def comm(self, signature: CommSignature, *, work: int, is_async: bool) -> None:
+        """Record a collective or p2p call on the current stream."""
+        if self.recording:
+            index = self._comms.setdefault(signature, len(self._comms))
+            self._add(EventKind.COMM, index, work, EventFlag.ASYNC if is_async else 0)
+
+    def new_work(self) -> int:
+        """A work id that was never used in this process."""
+        return next(self._works)
+
+    def wait(self, work: int) -> None:
+        """The current stream waits for a collective."""
+        if self.recording:
+            self._add(EventKind.WORK_WAIT, work, 0, 0)
+
+    def begin_phase(self, phase: Phase) -> None:
+        """Open a phase; closes the one that is open."""
+        self.end_phase()
+        if self.recording:
+            self._open_phase = self._phases.setdefault(phase, len(self._phases))
+            self._add(EventKind.PHASE_BEGIN, self._open_phase, 0, 0)
+
+    def end_phase(self) -> None:
+        """Close the open phase, if any."""
+        if self._open_phase >= 0:
+            self._add(EventKind.PHASE_END, self._open_phase, 0, 0)
+            self._open_phase = -1
+
+    def host(self, ns: int) -> None:
+        """Record host work of a known duration, ns."""
+        if self.recording:
+            self._add(EventKind.HOST, 0, ns, 0)
+
+    def tag(self, tensor: Tensor, category: MemoryCategory) -> None:
+        """Say what the storage behind a tensor is for. No-op off the virtual device."""
+        if tensor.is_cuda:
+            library.call("set_category", tensor.untyped_storage()._cdata, CATEGORIES.index(category))
+
+    def live_allocations(self) -> list[Allocation]:
+        """Device allocations that are live now, in allocation order."""
+        size = library.call("live_allocations", None, 0)
+        buffer = (ctypes.c_int64 * (3 * size))()
+        library.call("live_allocations", buffer, size)
+        rows = np.frombuffer(buffer, np.int64).reshape(-1, 3) if size else np.empty((0, 3), np.int64)
+        return [Allocation(int(i), int(n), CATEGORIES[c].value) for i, c, n in rows.tolist()]
+
+    def stats(self) -> DeviceStats:
+        """State of the current device."""
+        from prism_plugins.device.memory import memory_counts
+
+        memory = memory_counts(library.call("get_device"))
+        buffer = (ctypes.c_int64 * 8)()
+        library.call("counters", buffer)
+        ops, computed, hits, misses, _, delayed, samples, sampled_ns = buffer
+        return DeviceStats(
+            allocated_bytes=memory["allocated_bytes"]["all"]["current"],
+            peak_allocated_bytes=memory["allocated_bytes"]["all"]["peak"],
+            reserved_bytes=memory["reserved_bytes"]["all"]["current"],
+            peak_reserved_bytes=memory["reserved_bytes"]["all"]["peak"],
+            requested_bytes=memory["requested_bytes"]["all"]["current"],
+            peak_requested_bytes=memory["requested_bytes"]["all"]["peak"],
+            num_ooms=memory["num_ooms"],
+            num_ops=ops,
+            num_computed=computed,
+            num_cache_hits=hits,
+            num_cache_misses=misses,
+            record_ns_per_op=sampled_ns / samples if samples else 0.0,
+            delayed_reuse=delayed,
+            synthesized_reads=_tally(0),
+            no_cpu_kernel=_tally(1),
+            no_meta_kernel=_tally(2),
+        )
+
+    def reset_peaks(self) -> None:
+        """Set peak counters to the current values."""
+        library.call("reset_peak_stats", library.call("get_device"))
+
+    def _decode_signatures(self) -> list[OpSignature]:
+        for i in range(len(self._signatures), library.call("num_signatures")):
+            self._signatures.append(msgspec.json.decode(library.text("signature", i), type=OpSignature))
+        return list(self._signatures)
+
+
+def tensor_spec(t: Tensor) -> TensorSpec:
+    """Geometry of a tensor."""
+    strides = () if t.is_contiguous() else tuple(t.stride())
+    return TensorSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), strides)
+
+
+_recorder: Recorder | None = None
+
+
+def get_recorder() -> Recorder:
+    """The recorder of this process. Raises PrismError outside a slice."""
+    global _recorder
+    if _recorder is None:
+        if not library.is_loaded():
+            raise PrismError("there is no recorder: this process is not a slice")
+        _recorder = Recorder()
+    return _recorder
+
+
+def _tally(which: int) -> dict[str, int]:
+    rows = (line.rsplit("\t", 1) for line in library.text("tally", which).splitlines())
+    return {name: int(count) for name, count in rows}

@@ -1,0 +1,207 @@
+"""Compile the virtual CUDA backend for the installed torch, once, into a cache.
+
+One build serves every Python of a torch version: the library uses libtorch only and is spoken to through ctypes
+and torch operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from prism_plugins.errors import PrismError
+
+SOURCES = Path(__file__).parent / "csrc"
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-DAT_PER_OPERATOR_HEADERS")
+_TYPICAL_CPU_SECONDS = 90
+
+
+class TorchBuild(msgspec.Struct, frozen=True, kw_only=True):
+    """The torch that ``import torch`` would find, known without importing it."""
+
+    root: Path
+    version: str
+    cuda: str | None
+
+
+def find_torch() -> TorchBuild:
+    """Locate torch. Raises PrismError when there is none."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise PrismError("torch is not installed in this Python: pip install 'torch>=2.11'")
+    root = Path(spec.submodule_search_locations[0])
+    facts: dict[str, str | None] = {}
+    text = (root / "version.py").read_text()
+    for name in ("__version__", "cuda"):
+        match = re.search(rf"^{name}\b[^=]*= *(?:'([^']*)'|None)", text, re.MULTILINE)
+        facts[name] = match[1] if match else None
+    return TorchBuild(root=root, version=facts["__version__"] or "unknown", cuda=facts["cuda"])
+
+
+def library_path(torch: TorchBuild) -> Path:
+    """The compiled backend for this torch, building it when the cache has none.
+
+    Raises:
+        PrismError: no compiler, no place to write, or the compilation failed.
+    """
+    name = f"torch-{torch.version}-{_source_hash(torch)}"
+    for cache in _cache_dirs():
+        path = cache / name / "libprism_cuda.so"
+        if path.exists():
+            return path
+    cache = _writable_cache()
+    folder = cache / name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "libprism_cuda.so"
+    with _lock(folder / "lock"):
+        if not path.exists():  # else another process built it while we waited
+            _compile(torch, path)
+    return path
+
+
+def cuda_ops(native_functions: Path) -> list[str]:
+    """Names (``aten::mm``, with overload) of the operators that have a CUDA kernel in a CUDA build of torch.
+
+    Read from torch's own ``native_functions.yaml``: operators with ``CUDA`` under ``dispatch``, directly or through
+    the out variant they are generated from (``structured_delegate``).
+    """
+    keys: dict[str, set[str]] = {}
+    delegates: dict[str, str] = {}
+    name, in_dispatch = "", False
+    for line in native_functions.read_text().splitlines():
+        if match := re.match(r"- func: ([\w.]+)\(", line):
+            name, in_dispatch = match[1], False
+            keys[name] = set()
+        elif match := re.match(r"  structured_delegate: (\S+)", line):
+            delegates[name] = match[1]
+        elif line.startswith("  dispatch:"):
+            in_dispatch = True
+        elif in_dispatch and line.startswith("    "):
+            if not line.lstrip().startswith("#"):
+                keys[name] |= {key.strip() for key in line.split(":")[0].split(",")}
+        else:
+            in_dispatch = False
+    return [
+        f"aten::{op}"
+        for op, own in keys.items()
+        if "CUDA" in own or "CUDA" in keys.get(delegates.get(op, ""), ())
+    ]
+
+
+def _source_hash(torch: TorchBuild) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    digest.update(repr((FLAGS, torch.version, torch.cuda, os.uname().machine)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _cache_dirs() -> list[Path]:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return [Path(home) / "prism_plugins", Path(tempfile.gettempdir()) / f"prism_plugins-{os.getuid()}"]
+
+
+def _writable_cache() -> Path:
+    tried = []
+    for cache in _cache_dirs():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=cache):
+                pass
+        except OSError as error:
+            tried.append(f"{cache} ({error.strerror})")
+            continue
+        if tried:
+            _say(f"cannot write to {tried[0]}; the compiled backend goes to {cache}")
+        return cache
+    raise PrismError(
+        f"no place to keep the compiled backend: {', '.join(tried)}; set XDG_CACHE_HOME to a writable directory"
+    )
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compiler() -> str:
+    for candidate in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        if candidate and shutil.which(candidate.split()[0]):
+            return candidate
+    raise PrismError(
+        "no C++ compiler for the virtual CUDA backend (compiled once per torch): install g++ "
+        "(Debian/Ubuntu: apt install g++; RHEL/Fedora: dnf install gcc-c++; conda: conda install gxx) or set CXX"
+    )
+
+
+def _compile(torch: TorchBuild, path: Path) -> None:
+    compiler = _compiler()
+    include = torch.root / "include"
+    native_functions = torch.root.parent / "torchgen/packaged/ATen/native/native_functions.yaml"
+    for needed in (include / "ATen/ATen.h", native_functions):
+        if not needed.exists():
+            raise PrismError(
+                f"torch {torch.version} comes without {needed}: install an official build of torch"
+            )
+    cores = len(os.sched_getaffinity(0))
+    sources = sorted(SOURCES.glob("*.cpp"))
+    seconds = max(20, _TYPICAL_CPU_SECONDS // min(cores, len(sources)))
+    _say(f"compiling the virtual CUDA backend for torch {torch.version} (once, about {seconds} s)")
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        work = Path(scratch)
+        (work / "cuda_ops.inc").write_text("".join(f'"{op}",\n' for op in cuda_ops(native_functions)))
+        includes = [
+            f"-I{work}",
+            "-isystem",
+            str(include),
+            "-isystem",
+            str(include / "torch/csrc/api/include"),
+        ]
+
+        def compile_one(source: Path) -> str:
+            target = work / f"{source.stem}.o"
+            _call([*compiler.split(), *FLAGS, *includes, "-c", str(source), "-o", str(target)], source.name)
+            return str(target)
+
+        with ThreadPoolExecutor(cores) as pool:
+            objects = list(pool.map(compile_one, sources))
+        library = work / path.name
+        lib = torch.root / "lib"
+        link = [*compiler.split(), "-shared", "-o", str(library), *objects]
+        _call([*link, f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"], path.name)
+        os.replace(library, path)
+    _say(f"compiled in {time.monotonic() - start:.0f} s: {path}")
+
+
+def _call(command: list[str], what: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [
+            done.stderr.strip()[-300:]
+        ]
+        raise PrismError(
+            f"compiling {what} for the virtual CUDA backend failed: {errors[0].strip()} (compiler: {command[0]}; "
+            "g++ 11 or newer is needed)"
+        )
+
+
+def _say(text: str) -> None:
+    print(f"[prism] {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,91 @@
+"""The C interface of the virtual CUDA backend (``csrc/library.cpp``), typed.
+
+Calls keep the GIL (``ctypes.PyDLL``): every function here returns in well under a microsecond.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+
+from prism_plugins.errors import PrismError
+
+_FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "torch_version": (c_char_p, ()),
+    "configure": (None, (c_size_t, c_int, c_int64, c_int, c_int, c_size_t)),
+    "register": (None, ()),
+    "get_device": (c_int, ()),
+    "set_device": (None, (c_int,)),
+    "current_stream": (c_uint32, (c_int,)),
+    "exchange_stream": (c_uint32, (c_int, c_uint32)),
+    "stream_from_pool": (c_uint32, (c_int,)),
+    "external_stream": (c_uint32, (c_uint64,)),
+    "synchronize": (None, ()),
+    "hand_out_default_generator": (None, (c_int,)),
+    "start": (None, ()),
+    "stop": (None, ()),
+    "recording": (c_int, ()),
+    "add_event": (None, (c_int, c_uint32, c_int64, c_int)),
+    "num_events": (c_size_t, ()),
+    "copy_events": (None, (c_void_p,)),
+    "intern": (c_uint32, (c_char_p, c_size_t)),
+    "num_signatures": (c_size_t, ()),
+    "signature": (c_size_t, (c_uint32, c_char_p, c_size_t)),
+    "empty_cache": (None, ()),
+    "free_workspaces": (None, ()),
+    "reset_peak_stats": (None, (c_int,)),
+    "reset_accumulated_stats": (None, (c_int,)),
+    "device_stats": (None, (c_int, POINTER(c_int64))),
+    "live_allocations": (c_size_t, (POINTER(c_int64), c_size_t)),
+    "allocation_id": (c_int64, (c_void_p,)),
+    "storage_state": (c_int, (c_void_p,)),
+    "set_synthesized": (None, (c_void_p, c_int)),
+    "set_category": (None, (c_void_p, c_int)),
+    "counters": (None, (POINTER(c_int64),)),
+    "tally": (c_size_t, (c_int, c_char_p, c_size_t)),
+}
+
+_loaded: ctypes.PyDLL | None = None
+
+
+def load_library(path: Path) -> None:
+    """Load the compiled backend with global symbols, before ``import torch``."""
+    global _loaded
+    try:
+        library = ctypes.PyDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise PrismError(
+            f"the virtual CUDA backend {path} does not load ({error}); delete it to build it again"
+        ) from None
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, f"prism_{name}")
+        function.restype = result
+        function.argtypes = arguments
+    _loaded = library
+
+
+def is_loaded() -> bool:
+    """Whether this process has the virtual device."""
+    return _loaded is not None
+
+
+def call(name: str, *arguments: object) -> object:
+    """Call ``prism_<name>``."""
+    return function(name)(*arguments)
+
+
+def function(name: str) -> ctypes._NamedFuncPointer:
+    """The C function ``prism_<name>``. Raises PrismError outside a slice."""
+    if _loaded is None:
+        raise PrismError("the virtual CUDA device is not loaded: this works inside a slice only")
+    return getattr(_loaded, f"prism_{name}")
+
+
+def text(name: str, *arguments: object) -> str:
+    """What a function of the form ``size_t f(..., char* out, size_t capacity)`` writes."""
+    write = function(name)
+    size = write(*arguments, None, 0)
+    buffer = ctypes.create_string_buffer(size)
+    write(*arguments, buffer, size)
+    return buffer.raw.decode()

@@ -1,0 +1,65 @@
+"""Bring the virtual CUDA device into a slice: the library before ``import torch``, the Python side after it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from prism_plugins.device import library
+from prism_plugins.device.build import find_torch, library_path
+from prism_plugins.errors import PrismError
+from prism_plugins.program.slices import SliceSpec
+
+if TYPE_CHECKING:
+    from prism_plugins.integration import SliceContext
+
+REAL_LIMIT_BYTES = 64 * 1024
+"""On the virtual device, storages up to this size have real memory and are computed; larger ones are shape only."""
+
+_UNLIMITED = 2**63
+
+
+def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
+    """cuBLAS workspace per handle (thread) and stream (CUDABlas: ``getChosenWorkspaceSize``): 32 MiB on Hopper,
+    ``:4096:2:16:8`` (8.1 MiB) on earlier GPUs."""
+    return 32 * 2**20 if capability[0] >= 9 else 4096 * 2 * 1024 + 16 * 8 * 1024
+
+
+def load_device(spec: SliceSpec) -> None:
+    """Build (once) and load the backend for the installed torch. Call before ``import torch``.
+
+    Raises:
+        PrismError: torch was imported already, is a CUDA build, or the backend cannot be built.
+    """
+    if "torch" in sys.modules:
+        raise PrismError(
+            "torch was imported before the virtual CUDA device was loaded; start the script through prism"
+        )
+    torch = find_torch()
+    if torch.cuda is not None:
+        raise PrismError(
+            f"torch {torch.version} is a CUDA build, which the virtual device does not support yet; "
+            "install a CPU build (pip install torch --index-url https://download.pytorch.org/whl/cpu)"
+        )
+    library.load_library(library_path(torch))
+    built_for = library.call("torch_version").decode()
+    if torch.version.split("+")[0].split("a")[0] != built_for:
+        raise PrismError(
+            f"the virtual CUDA backend was built for torch {built_for}, but torch {torch.version} is installed"
+        )
+    library.call(
+        "configure",
+        REAL_LIMIT_BYTES if spec.device == "virtual" else _UNLIMITED,
+        spec.gpus_per_node,
+        spec.gpu.memory_bytes,
+        *spec.gpu.capability,
+        cublas_workspace_bytes(spec.gpu.capability),
+    )
+    library.call("register")
+
+
+def install_torch_cuda(context: SliceContext) -> None:
+    """Supply what a CPU build lacks in ``torch.cuda``. Call after ``import torch``."""
+    from prism_plugins.device.torch_cuda import install
+
+    install(context)

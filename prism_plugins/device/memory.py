@@ -1,0 +1,33 @@
+"""Memory statistics of the virtual device in the shape ``torch._C._cuda_memoryStats`` returns them."""
+
+from __future__ import annotations
+
+import ctypes
+
+from prism_plugins.device import library
+
+_STATS = (
+    "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes",
+    "inactive_split_bytes", "requested_bytes",
+)  # fmt: skip
+_POOLS = ("all", "small_pool", "large_pool")
+_FIELDS = ("current", "peak", "allocated", "freed")
+
+
+def memory_counts(device: int) -> dict:
+    """Nested statistics: name → pool → current, peak, allocated, freed; and plain counts."""
+    numbers = (ctypes.c_int64 * (len(_STATS) * len(_POOLS) * len(_FIELDS) + 4))()
+    library.call("device_stats", device, numbers)
+    values = iter(numbers)
+    stats: dict = {
+        name: {pool: {field: next(values) for field in _FIELDS} for pool in _POOLS} for name in _STATS
+    }
+    stats["num_alloc_retries"], stats["num_ooms"], stats["num_device_alloc"], stats["num_device_free"] = (
+        values
+    )
+    # No size is oversize and no stream is synchronised with the allocator's default settings.
+    stats["max_split_size"] = -1
+    stats["num_sync_all_streams"] = 0
+    stats["oversize_allocations"] = dict.fromkeys(_FIELDS, 0)
+    stats["oversize_segments"] = dict.fromkeys(_FIELDS, 0)
+    return stats
