@@ -54,7 +54,6 @@ def parse_args() -> argparse.Namespace:
         default=None,
         help="model chunks per pipeline rank",
     )
-    layout.add_argument("--context-parallel-size", type=int, default=1)
     layout.add_argument("--use-distributed-optimizer", action="store_true")
     layout.add_argument("--recompute", action="store_true", help="recompute every layer in backward")
     train = parser.add_argument_group("training")
@@ -73,7 +72,6 @@ def initialize(args: argparse.Namespace) -> None:
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
     )
     init_num_microbatches_calculator(
         rank=torch.distributed.get_rank(),
@@ -95,7 +93,6 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
         overlap_p2p_comm=args.virtual_pipeline_model_parallel_size is not None,
         batch_p2p_comm=args.virtual_pipeline_model_parallel_size is None,
         recompute_granularity="full" if args.recompute else None,
@@ -107,6 +104,7 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         add_bias_linear=False,
         bias_activation_fusion=True,
         bias_dropout_fusion=True,
+        masked_softmax_fusion=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=True,
@@ -149,16 +147,15 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[Dis
 def mock_batches(args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
     """Micro-batches of random tokens; labels are the tokens shifted by one."""
     generator = torch.Generator().manual_seed(args.seed + parallel_state.get_data_parallel_rank())
-    shape = (args.micro_batch_size, args.seq_length + 1)
-    share = args.seq_length // args.context_parallel_size
-    begin = share * parallel_state.get_context_parallel_rank()
-    positions = torch.arange(args.seq_length).expand(args.micro_batch_size, -1)[:, begin : begin + share]
+    positions = torch.arange(args.seq_length).expand(args.micro_batch_size, -1).cuda()
     while True:
-        text = torch.randint(args.vocab_size, shape, generator=generator)[:, begin : begin + share + 1]
+        text = torch.randint(
+            args.vocab_size, (args.micro_batch_size, args.seq_length + 1), generator=generator
+        )
         yield {
             "tokens": text[:, :-1].contiguous().cuda(non_blocking=True),
             "labels": text[:, 1:].contiguous().cuda(non_blocking=True),
-            "positions": positions.contiguous().cuda(non_blocking=True),
+            "positions": positions,
         }
 
 

@@ -12,7 +12,6 @@ from prism_plugins.integrations.megatron.schedule import ScheduleInputs, is_supp
 from prism_plugins.integrations.megatron.session import BatchShape, Session
 from prism_plugins.integrations.megatron.shards import optimizer_shards
 from prism_plugins.integrations.megatron.stages import LayerFunctions, stage_fingerprints
-from prism_plugins.program.model import Phase
 from prism_plugins.program.slices import JobFacts, StageInfo
 from prism_plugins.world.layout import Layout
 
@@ -64,18 +63,9 @@ def _stages(
     )
     fingerprints = stage_fingerprints(layer_functions(), config, shared_embedding=_shares_embedding(model))
     return tuple(
-        StageInfo(fingerprint=text, schedule=schedule, num_warmup=_num_warmup(schedule, layout))
+        StageInfo(fingerprint=text, schedule=schedule)
         for text, schedule in zip(fingerprints, schedules, strict=True)
     )
-
-
-def _num_warmup(schedule: tuple[Phase, ...], layout: Layout) -> int:
-    """Forward steps before the first pair of a forward and a backward step."""
-    if layout.pp == 1:
-        return 0
-    steps = [phase.kind.startswith("forward") for phase in schedule if phase.microbatch >= 0]
-    before = steps.index(False) if False in steps else len(steps)
-    return before if before == sum(steps) else before - 1
 
 
 def _aligns_param_gather(model: list[Any]) -> bool:
