@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from prism_plugins.emit.job_view import JobView
-from prism_plugins.errors import PrismError
+from prism_plugins.errors import CannotDeriveError, PrismError
 from prism_plugins.rundir import RunDir, RunInfo
 
 DEFAULT_PARENT = Path("prism_out")
@@ -50,11 +50,11 @@ def load_view(rundir: RunDir) -> JobView:
 
     Raises :class:`PrismError` or :class:`FileFormatError` for a directory that is not, or not all of, a run.
     """
+    from prism_plugins import stages
     from prism_plugins.costs.cluster import load_cluster
     from prism_plugins.costs.model import build_cost_model
     from prism_plugins.program.infer import infer_job
     from prism_plugins.program.store import load_program
-    from prism_plugins.simulate.engine import simulate
 
     info = rundir.read_info()
     check_finished(rundir, info)
@@ -62,13 +62,21 @@ def load_view(rundir: RunDir) -> JobView:
         raise PrismError(f"{rundir.run} lacks the facts of the job; start the run again")
     programs = {rank: load_program(rundir.slice(rank).program) for rank in info.slices}
     reports = {rank: rundir.read_report(rank) for rank in info.slices}
-    job = infer_job(info.facts, reports, programs)
+    try:
+        job = infer_job(info.facts, reports, programs)
+    except CannotDeriveError as error:
+        raise PrismError(
+            f"the slices in {rundir.path} are not all that is needed ({error}); start the run again"
+        ) from error
     cluster = load_cluster(info.job.options.cluster)
     costs = build_cost_model(cluster)
+    timeline, faults = stages.simulate(job, costs)
+    if timeline is None:
+        raise PrismError(f"there are no times, the job would not run: {faults[0].message}")
     return JobView(
         job=job,
         costs=costs,
-        timeline=simulate(job, costs),
+        timeline=timeline,
         gpu=cluster.gpu_facts(),
         gpus_per_node=cluster.gpus_per_node,
     )

@@ -128,6 +128,8 @@ def _verdict(p: Prediction) -> Text:
 
 
 def _speed(p: Prediction) -> Text:
+    if not p.iteration_time_ms:
+        return Text("not predicted: the job would not run")
     parts = [milliseconds(p.iteration_time_ms)]
     if p.tokens_per_s_per_gpu is not None:
         parts.append(f"{p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU")
@@ -137,6 +139,8 @@ def _speed(p: Prediction) -> Text:
 
 
 def _breakdown(p: Prediction) -> RenderableType:
+    if not p.iteration_time_ms:
+        return Text("not predicted")
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)

@@ -17,7 +17,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
 
     job: JobPrograms
     costs: CostModel
-    timeline: Timeline
+    timeline: Timeline | None
+    """None when the job would not run; then there are no times to show."""
     gpu: GpuFacts
     gpus_per_node: int
 
@@ -46,7 +47,9 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
 
     def ranks_to_trace(self, *, max_events: int) -> tuple[list[int], int]:
         """One rank per class, the slowest first, as many as fit into ``max_events`` rows but at least one; and how
-        many classes were left out."""
+        many classes were left out. Nothing when the job would not run."""
+        if self.timeline is None:
+            return [], 0
         slowest = self.timeline.slowest_class
         order = [slowest, *(i for i in range(len(self.job.classes)) if i != slowest)]
         ranks: list[int] = []

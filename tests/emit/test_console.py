@@ -60,9 +60,11 @@ def test_a_hang_is_the_verdict(prediction):
     finding = Finding(
         kind="hang", severity="error", ranks="0-7", phase="forward mb 0", message="waits for 8-15"
     )
-    text = shown(prediction, findings=(finding,))
+    text = shown(prediction, findings=(finding,), iteration_time_ms=0.0, slowest_rank=-1)
     assert "does not run: hang on ranks 0-7" in line_of(text, "Verdict")
     assert "waits for 8-15" in line_of(text, "Findings")
+    assert "not predicted" in line_of(text, "Iteration")
+    assert "not predicted" in line_of(text, "Time")
 
 
 def test_unpriced_ops_and_a_failed_audit_are_named(prediction):
