@@ -59,6 +59,7 @@ LAUNCHER_MODULES = frozenset(
         "prism_plugins",
         "IPython",
         "ipykernel",
+        "ipykernel_launcher",
         "jupyter",
         "jupyter_core",
         "notebook",

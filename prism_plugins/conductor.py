@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
+from prism_plugins import stages
 from prism_plugins.cache import SliceCache
 from prism_plugins.costs.cluster import Cluster, load_cluster
+from prism_plugins.costs.model import build_cost_model
+from prism_plugins.emit import JobView, emit_all
 from prism_plugins.options import Job
 from prism_plugins.physical import (
     Launch,
@@ -15,12 +19,13 @@ from prism_plugins.physical import (
     serve,
     serve_store,
 )
+from prism_plugins.predict import Evidence, predict, predict_memory
 from prism_plugins.program.slices import JobFacts
 from prism_plugins.progress import Progress
 from prism_plugins.rundir import RunDir, create
-from prism_plugins.slice_plan import check_facts, plan_slices
+from prism_plugins.slice_plan import check_facts, dependencies, plan_slices
 from prism_plugins.slice_pool import SlicePool
-from prism_plugins.slice_runner import SliceRunner
+from prism_plugins.slice_runner import Executor, SliceRunner
 
 
 def conduct(job: Job) -> int:
@@ -32,23 +37,67 @@ def conduct(job: Job) -> int:
         Interrupted: Ctrl-C or SIGTERM; children were ended, finished slices are kept.
     """
     launch = launch_from_environment()
-    cluster = load_cluster(job.options.cluster)
+    options = job.options
+    cluster = load_cluster(options.cluster)
     if not launch.leads:
-        return serve(launch, jobs=job.options.jobs)
+        return serve(launch, jobs=options.jobs)
     rundir = create(job)
     with rundir.recording(job, launch_world=launch.world) as record, Progress() as progress:
-        runner = run_slices(job, launch, cluster, rundir, progress)
-        record(facts=runner.facts, slices=tuple(sorted(runner.reports)))
+        with slices_of(job, launch, cluster, rundir, progress) as runner:
+            facts = runner.facts
+            progress.stage("inferring the programs of all ranks")
+
+            def slice_more(ranks: tuple[int, ...]) -> None:
+                runner.add({rank: dependencies(facts, rank) for rank in ranks})
+                runner.run()
+
+            programs = stages.infer(facts, lambda: runner.reports, rundir, slice_more=slice_more)
+        record(facts=facts, slices=tuple(sorted(runner.reports)))
+
+        progress.stage(f"simulating {options.world_size} ranks")
+        costs = build_cost_model(cluster)
+        timeline, faults = stages.simulate(programs, costs)
+        if options.strict and timeline is not None:
+            stages.check_strict(timeline)
+        progress.stage("memory of all ranks")
+        prediction = predict(
+            Evidence(
+                options=options,
+                cluster=cluster,
+                facts=facts,
+                reports=runner.reports,
+                programs=programs,
+                costs=costs,
+                timeline=timeline,
+                memory=predict_memory(programs, cluster),
+                findings=faults,
+            )
+        )
+
+        progress.stage("writing the run directory")
+        log_lines = stages.rewrite_log(facts, runner.reports, prediction)
+        progress.close()
+        view = JobView(
+            job=programs,
+            costs=costs,
+            timeline=timeline,
+            gpu=cluster.gpu_facts(),
+            gpus_per_node=cluster.gpus_per_node,
+        )
+        emit_all(rundir, prediction, view=view, log_lines=log_lines)
     return 0
 
 
-def run_slices(job: Job, launch: Launch, cluster: Cluster, rundir: RunDir, progress: Progress) -> SliceRunner:
-    """Run the lead slice, plan from its facts, run the others."""
+@contextlib.contextmanager
+def slices_of(
+    job: Job, launch: Launch, cluster: Cluster, rundir: RunDir, progress: Progress
+) -> Iterator[SliceRunner]:
+    """Run the lead slice, plan from its facts, run the others. The runner takes further ranks in the block."""
     options = job.options
     for_real = runs_for_real(options, launch)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(SlicePool(options.jobs, progress.line))
-        executors = [pool]
+        executors: list[Executor] = [pool]
         if launch.world > 1:
             executors += stack.enter_context(Leadership(launch, rundir)).workers
         runner = SliceRunner(
@@ -61,9 +110,8 @@ def run_slices(job: Job, launch: Launch, cluster: Cluster, rundir: RunDir, progr
             progress=progress,
         )
         if for_real:
-            store, address = serve_store()
+            _store, address = serve_store()  # Lives as long as this block.
             runner.run_for_real(address)
-            del store
         else:
 
             def plan(facts: JobFacts) -> None:
@@ -72,4 +120,4 @@ def run_slices(job: Job, launch: Launch, cluster: Cluster, rundir: RunDir, progr
 
             runner.add({0: ()})
             runner.run(on_facts=plan)
-    return runner
+        yield runner

@@ -1,0 +1,148 @@
+"""Assembles the prediction from what slices, inference, simulation and the memory stage gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from prism_plugins.costs.base import CostModel
+from prism_plugins.costs.cluster import Cluster
+from prism_plugins.emit.ranks import format_ranks
+from prism_plugins.options import Options
+from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.memory import memory_findings, memory_of_class
+from prism_plugins.program.prediction import (
+    Audit,
+    Breakdown,
+    ClassMemory,
+    ClassSummary,
+    Finding,
+    Prediction,
+    SliceSummary,
+)
+from prism_plugins.program.slices import JobFacts, SliceReport
+from prism_plugins.simulate.timeline import Timeline
+
+LAYOUT_KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What the earlier stages gave, all that a prediction is made of."""
+
+    options: Options
+    cluster: Cluster
+    facts: JobFacts
+    reports: dict[int, SliceReport]
+    """By sliced rank, audited ranks among them."""
+    programs: JobPrograms
+    costs: CostModel
+    timeline: Timeline | None
+    """None when the simulation found a fault: the job would not run."""
+    memory: tuple[ClassMemory, ...]
+    findings: tuple[Finding, ...] = ()
+    """Of the simulation and the audit."""
+    audit: Audit = Audit()
+    assumptions: tuple[str, ...] = ()
+    """Beyond those of the slices and the cost model."""
+
+
+def predict_memory(programs: JobPrograms, cluster: Cluster) -> tuple[ClassMemory, ...]:
+    """Memory of every class."""
+    return tuple(
+        memory_of_class(c, ranks=format_ranks(c.ranks), capacity_bytes=cluster.gpu.memory_bytes)
+        for c in programs.classes
+    )
+
+
+def predict(evidence: Evidence) -> Prediction:
+    """The prediction of the whole job."""
+    facts, timeline = evidence.facts, evidence.timeline
+    layout = msgspec.structs.asdict(facts.layout)
+    world = facts.layout.world_size
+    seconds = timeline.iteration_time_ns / 1e9 if timeline is not None else 0.0
+    return Prediction(
+        framework=facts.framework,
+        world_size=world,
+        layout={key: layout[key] for key in LAYOUT_KEYS},
+        num_microbatches=facts.layout.num_microbatches,
+        cluster=evidence.cluster.name,
+        device=evidence.options.device,
+        cost_model=evidence.costs.name,
+        iteration_time_ms=seconds * 1e3,
+        tokens_per_s_per_gpu=_rate(facts.tokens_per_iteration, seconds * world),
+        tflops_per_gpu=_rate(facts.model_flops_per_iteration / 1e12, seconds * world),
+        breakdown_ms=timeline.breakdown[timeline.slowest_class] if timeline is not None else _NO_TIME,
+        slowest_rank=timeline.slowest_rank if timeline is not None else -1,
+        memory=evidence.memory,
+        slices=tuple(_slice(rank, report) for rank, report in sorted(evidence.reports.items())),
+        classes=_classes(evidence),
+        findings=(*evidence.findings, *memory_findings(evidence.memory), *_unsteady(evidence.reports)),
+        unpriced_ops=dict(timeline.unpriced) if timeline is not None else {},
+        synthesized_reads=sum(report.synthesized_reads for report in evidence.reports.values()),
+        assumptions=_assumptions(evidence),
+        audit=evidence.audit,
+        simulate_seconds=timeline.seconds if timeline is not None else 0.0,
+    )
+
+
+_NO_TIME = Breakdown(compute=0.0, exposed_communication=0.0, bubble=0.0, host=0.0, optimizer=0.0)
+
+
+def _rate(amount: float, seconds: float) -> float | None:
+    return amount / seconds if amount and seconds else None
+
+
+def _slice(rank: int, report: SliceReport) -> SliceSummary:
+    return SliceSummary(
+        rank=rank,
+        seconds=report.seconds,
+        ops=report.num_ops,
+        collectives=report.num_comms,
+        cached=report.cached,
+    )
+
+
+def _classes(evidence: Evidence) -> tuple[ClassSummary, ...]:
+    """One line per class; ``inferred`` where members follow a sliced one by symmetry."""
+    summaries = []
+    for c in evidence.programs.classes:
+        source = c.exemplar.source
+        if source != "derived":
+            source = "sliced" if set(c.ranks.tolist()) <= set(evidence.reports) else "inferred"
+        summaries.append(
+            ClassSummary(
+                name=c.name,
+                ranks=format_ranks(c.ranks),
+                num_ranks=len(c.ranks),
+                representative=c.representative,
+                source=source,
+            )
+        )
+    return tuple(summaries)
+
+
+def _unsteady(reports: dict[int, SliceReport]) -> list[Finding]:
+    ranks = sorted(rank for rank, report in reports.items() if not report.steady)
+    if not ranks:
+        return []
+    return [
+        Finding(
+            kind="unsteady",
+            severity="warning",
+            ranks=format_ranks(ranks),
+            phase="",
+            message="no two iterations in a row were equal; the prediction is for the last one run "
+            "(more --prism-iterations may settle it)",
+        )
+    ]
+
+
+def _assumptions(evidence: Evidence) -> tuple[str, ...]:
+    """In order, once each: of the slices, of the inference, of the cost model."""
+    lines: Sequence[str] = [
+        *(line for _, report in sorted(evidence.reports.items()) for line in report.assumptions),
+        *evidence.assumptions,
+        *evidence.costs.assumptions(),
+    ]
+    return tuple(dict.fromkeys(lines))

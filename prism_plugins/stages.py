@@ -1,0 +1,78 @@
+"""The stages after the slices, as the conductor and the ``prism`` command call them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+
+from prism_plugins.costs.base import CostModel
+from prism_plugins.errors import CannotDeriveError, PrismError, SliceFailed
+from prism_plugins.integration import Integration
+from prism_plugins.program.infer import infer_job
+from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.prediction import Finding, Prediction
+from prism_plugins.program.slices import JobFacts, SliceReport
+from prism_plugins.program.store import load_program
+from prism_plugins.rundir import RunDir
+from prism_plugins.simulate.timeline import Timeline
+
+
+def infer(
+    facts: JobFacts,
+    reports: Callable[[], Mapping[int, SliceReport]],
+    rundir: RunDir,
+    *,
+    slice_more: Callable[[tuple[int, ...]], None],
+) -> JobPrograms:
+    """Programs of all ranks; what cannot be derived is sliced with ``slice_more`` and tried again.
+
+    Raises:
+        SliceFailed: it cannot be derived from the slices of the very ranks that were asked for.
+    """
+    while True:
+        sliced = reports()
+        programs = {rank: load_program(rundir.slice(rank).program) for rank in sliced}
+        try:
+            return infer_job(facts, sliced, programs)
+        except CannotDeriveError as error:
+            missing = tuple(rank for rank in error.ranks if rank not in sliced)
+            if not missing:
+                raise SliceFailed(
+                    f"prism: error: the programs of all ranks cannot be derived: {error}"
+                ) from error
+            slice_more(missing)
+
+
+def simulate(programs: JobPrograms, costs: CostModel) -> tuple[Timeline | None, tuple[Finding, ...]]:
+    """The timeline, or None and the finding that tells why the job would not run."""
+    from prism_plugins.simulate import engine
+    from prism_plugins.simulate.faults import SimulationFault
+
+    try:
+        return engine.simulate(programs, costs), ()
+    except SimulationFault as fault:
+        return None, (fault.finding(),)
+
+
+def check_strict(timeline: Timeline) -> None:
+    """Raise :class:`PrismError` naming the ops that no rule prices."""
+    if timeline.unpriced:
+        worst = sorted(timeline.unpriced.items(), key=lambda item: -item[1])[:5]
+        names = ", ".join(f"{name} ({count})" for name, count in worst)
+        raise PrismError(f"--prism-strict: {len(timeline.unpriced)} ops have no cost rule: {names}")
+
+
+def rewrite_log(facts: JobFacts, reports: Mapping[int, SliceReport], prediction: Prediction) -> list[str]:
+    """The framework's own log lines at target scale, from the slice that printed them (the last rank first)."""
+    lines = next((r.log_lines for _, r in sorted(reports.items(), reverse=True) if r.log_lines), ())
+    if not lines:
+        return []
+    return integration_named(facts.framework).rewrite_log(lines, prediction)
+
+
+def integration_named(framework: str) -> Integration:
+    """The integration of a framework by the name it gave in its facts."""
+    for point in importlib.metadata.entry_points(group="prism_plugins.integrations"):
+        if point.name == framework:
+            return point.load()()
+    raise PrismError(f"no integration for {framework} is installed")
