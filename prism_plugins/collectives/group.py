@@ -344,7 +344,9 @@ class VirtualProcessGroup(ObjectCalls):
 
 def _reduce_op(opts: Any) -> tuple[str, float | Tensor | None]:
     op = _SUM if opts is None else getattr(opts, "reduceOp", opts)
-    op, factor = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
+    if type(op) is dist.ReduceOp.RedOpType:
+        return op.name, None
+    op, factor = op.__getstate__()
     return op.name, factor
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,8 @@ from prism_plugins.collectives.group import VirtualProcessGroup
 from prism_plugins.collectives.journal import Journal, group_shape
 from prism_plugins.collectives.nccl import ProcessGroupNCCL
 from prism_plugins.collectives.peers import MirrorPeers
-from prism_plugins.collectives.stores import VirtualStore, make_store_classes
+from prism_plugins.collectives.real import RealPeers, RealWorld
+from prism_plugins.collectives.stores import VirtualStore, make_shared_store_classes, make_store_classes
 from prism_plugins.program.slices import SliceSpec
 
 _BACKEND = "prism"
@@ -43,18 +45,29 @@ class Collectives:
     Args:
         spec: rank and world size, journals, real ranks.
         recorder: see :class:`~prism_plugins.capture.recorder.Recorder`.
+        context: of the slice; told the assumptions at the end.
     """
 
-    def __init__(self, spec: SliceSpec, recorder: Any) -> None:
+    def __init__(self, spec: SliceSpec, recorder: Any, context: Any = None) -> None:
         self.spec = spec
+        self._context = context
         self.journal = Journal(spec)
         self.num_groups = 0
         """Groups this rank is a member of."""
         self._recorder = recorder
-        self._store = VirtualStore(rank=spec.rank, world_size=spec.world_size)
+        self._real = RealWorld(spec) if spec.real_ranks else None
+        self._all_real = self._real is not None and self._real.covers(range(spec.world_size))
+        self._virtual_store = VirtualStore(rank=spec.rank, world_size=spec.world_size)
         self._ordinals: Counter[str] = Counter()
         self._pending: dict[str, Any] = {}
         self._undo: list[tuple[Any, str, Any]] = []
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the journal, and tell the slice's context what was assumed about virtual ranks."""
+        self.journal.save(path)
+        if self._context is not None:
+            for line in self.assumptions():
+                self._context.assume(line)
 
     def assumptions(self) -> list[str]:
         """What was assumed about virtual ranks, one line each."""
@@ -72,8 +85,10 @@ class Collectives:
             )
         if stats.dropped:
             lines.append(f"{stats.dropped} payload(s) were too large to journal")
-        if self._store.num_mirrored:
-            lines.append(f"{self._store.num_mirrored} store key(s) of virtual ranks were answered by our own")
+        if self._virtual_store.num_mirrored:
+            lines.append(
+                f"{self._virtual_store.num_mirrored} store key(s) of virtual ranks were answered by our own"
+            )
         return lines
 
     # Patch table
@@ -129,7 +144,11 @@ class Collectives:
                     why="objects must not go through device tensors whose values are not real",
                 )
             )
-        for name, cls in make_store_classes(rank=self.spec.rank, world_size=self.spec.world_size).items():
+        if self._all_real:
+            stores = make_shared_store_classes(lambda: self._store)
+        else:
+            stores = make_store_classes(rank=self.spec.rank, world_size=self.spec.world_size)
+        for name, cls in stores.items():
             table.append(
                 Patch(target=dist, name=name, replacement=cls, why="its constructor waits for peers")
             )
@@ -178,6 +197,8 @@ class Collectives:
         ordinal = self._ordinals[shape]
         self._ordinals[shape] += 1
         peers = MirrorPeers(rank=rank, size=len(ranks), shape=shape, ordinal=ordinal, journal=self.journal)
+        if self._real is not None and self._real.covers(ranks):
+            peers = RealPeers(self._real, ranks=ranks, name=name, mirror=peers)
         return VirtualProcessGroup(
             recorder=self._recorder, peers=peers, ranks=ranks, rank=rank, name=name, **self._pending
         )
@@ -217,6 +238,8 @@ class Collectives:
                 group_desc=group_desc,
                 **others,
             )
+            if not global_ranks_in_group and self._real is not None:
+                self._real.connect()
             if self.num_groups > num_before:
                 pg.bound_device_id = device_id
                 c10d._world.pg_map[pg] = (backend, pg_store)
@@ -267,6 +290,10 @@ class Collectives:
 
         return split_group
 
+    @property
+    def _store(self) -> dist.Store:
+        return self._real.store if self._all_real else self._virtual_store
+
     def _rendezvous(
         self, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any
     ) -> Iterator[tuple[dist.Store, int, int]]:
@@ -278,14 +305,14 @@ def install_collectives(spec: SliceSpec, context: Any = None, *, recorder: Any =
 
     Args:
         spec: which rank of which world.
-        context: the slice's context; not needed here.
+        context: the slice's context; told the assumptions when the journal is saved.
         recorder: receives the calls; the process's recorder if not given.
     """
     if recorder is None:
         from prism_plugins.capture.recorder import get_recorder
 
         recorder = get_recorder()
-    collectives = Collectives(spec, recorder)
+    collectives = Collectives(spec, recorder, context)
     collectives.apply()
     return collectives
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -202,3 +204,17 @@ def make_store_classes(*, rank: int, world_size: int) -> dict[str, type]:
 def _share(store: VirtualStore, first: VirtualStore) -> None:
     store._lock, store._values = first._lock, first._values
     store._counters, store._queues = first._counters, first._queues
+
+
+def make_shared_store_classes(open_store: Callable[[], dist.Store]) -> dict[str, Callable[..., dist.Store]]:
+    """Stand-ins for ``TCPStore`` and ``FileStore`` where every rank really runs: one place in the shared store
+    for each address.
+    """
+
+    def tcp_store(host_name: str, port: int, *args: Any, **kwargs: Any) -> dist.Store:
+        return dist.PrefixStore(f"script/tcp/{host_name}:{port}", open_store())
+
+    def file_store(file_name: str, world_size: int = -1) -> dist.Store:
+        return dist.PrefixStore(f"script/file/{file_name}", open_store())
+
+    return {"TCPStore": tcp_store, "FileStore": file_store}

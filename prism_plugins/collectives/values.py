@@ -26,7 +26,7 @@ def real_view(tensor: Tensor) -> Tensor | None:
     """A detached CPU tensor over the memory of ``tensor``; None where only its shape exists."""
     if tensor.device.type == "cpu":
         return tensor.detach()
-    if not _device.has_real_storage(tensor):
+    if _device.is_shape_only(tensor):
         return None
     return _device.host_view(tensor)
 
