@@ -45,7 +45,7 @@ void masked_select(const IValue* args, Stack& results) {
   const Tensor& t = args[0].toTensor();
   auto sizes = at::infer_size(t.sizes(), args[1].toTensor().sizes());
   const Tensor& mask = args[1].toTensor();
-  int64_t n = is_shape_only(mask) ? half(c10::multiply_integers(sizes))
+  int64_t n = is_synthesized(mask) ? half(c10::multiply_integers(sizes))
                                   : cpu_alias(mask).expand(sizes).sum().item<int64_t>();
   results.emplace_back(plausible(n, t.scalar_type()));
 }
