@@ -18,6 +18,9 @@ REAL_LIMIT_BYTES = 64 * 1024
 
 _UNLIMITED = 2**63
 
+_configuration: list[int] = []
+"""What the backend was configured with, the limit for real storages first."""
+
 
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
     """cuBLAS workspace per handle (thread) and stream (CUDABlas: ``getChosenWorkspaceSize``): 32 MiB on Hopper,
@@ -47,15 +50,23 @@ def load_device(spec: SliceSpec) -> None:
         raise PrismError(
             f"the virtual CUDA backend was built for torch {built_for}, but torch {torch.version} is installed"
         )
-    library.call(
-        "configure",
+    _configuration[:] = [
         REAL_LIMIT_BYTES if spec.device == "virtual" else _UNLIMITED,
         spec.gpus_per_node,
         spec.gpu.memory_bytes,
         *spec.gpu.capability,
         cublas_workspace_bytes(spec.gpu.capability),
-    )
+    ]
+    library.call("configure", *_configuration)
     library.call("register")
+
+
+def set_real_limit(nbytes: int) -> int:
+    """Give real memory to storages of up to ``nbytes`` from now on; returns the limit before."""
+    before = _configuration[0]
+    _configuration[0] = nbytes
+    library.call("configure", *_configuration)
+    return before
 
 
 def install_torch_cuda(context: SliceContext) -> None:
