@@ -62,7 +62,9 @@ class CudaEventBase(torch.Event):
         external: bool = False,
     ):
         """Make an event of the current device."""
-        return super().__new__(cls, device=torch.device("cuda", call("get_device")), enable_timing=enable_timing)
+        return super().__new__(
+            cls, device=torch.device("cuda", call("get_device")), enable_timing=enable_timing
+        )
 
     @property
     def cuda_event(self) -> int:

@@ -73,10 +73,16 @@ def replacements(context: SliceContext) -> list[Replacement]:
             lambda device=None: memory_counts(_index(device))["reserved_bytes"]["all"]["current"],
             "asks NVML",
         ),
-        Replacement(cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False, "a stub that raises in a CPU build"),
-        Replacement(cuda.CUDAGraph, "__new__", refuse_graph, "capture needs a GPU; a clear error instead of a stub's"),
+        Replacement(
+            cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False, "a stub that raises in a CPU build"
+        ),
+        Replacement(
+            cuda.CUDAGraph, "__new__", refuse_graph, "capture needs a GPU; a clear error instead of a stub's"
+        ),
         Replacement(cuda.nvtx, "_nvtx", Nvtx(), "raises in a CPU build"),
-        Replacement(torch.utils._triton, "has_triton_package", lambda: False, "Triton kernels cannot run here"),
+        Replacement(
+            torch.utils._triton, "has_triton_package", lambda: False, "Triton kernels cannot run here"
+        ),
         Replacement(torch.utils._triton, "has_triton", lambda: False, "Triton kernels cannot run here"),
         Replacement(
             torch.utils.data.DataLoader,
@@ -89,7 +95,9 @@ def replacements(context: SliceContext) -> list[Replacement]:
             for name, dtype in LEGACY_TYPES.items()
         ),
         # Not in torch.cuda before the device is initialised in a CUDA build either.
-        Replacement(cuda, "_get_device_properties", lambda device: properties, "set by _cuda_init in a CUDA build"),
+        Replacement(
+            cuda, "_get_device_properties", lambda device: properties, "set by _cuda_init in a CUDA build"
+        ),
     ]
 
 
@@ -106,7 +114,9 @@ def install(context: SliceContext) -> Callable[[], None]:
         put(torch._C, name, value)
     for entry in replacements(context):
         if entry.name not in added_later and not hasattr(entry.target, entry.name):
-            raise AttributeError(f"torch {torch.__version__} has no {entry.target.__name__}.{entry.name}: renamed upstream?")
+            raise AttributeError(
+                f"torch {torch.__version__} has no {entry.target.__name__}.{entry.name}: renamed upstream?"
+            )
         put(entry.target, entry.name, entry.value)
     for name, cls in _rebuilt_stream_classes().items():
         put(torch.cuda.streams, name, cls)
