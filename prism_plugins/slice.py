@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prism_plugins.cache import make_manifest
 from prism_plugins.errors import PrismError
@@ -22,6 +22,9 @@ from prism_plugins.program.slices import SliceReport, SliceSpec
 from prism_plugins.rundir import SliceDir, read_json, write_json
 from prism_plugins.script import run_script, script_traceback
 from prism_plugins.slice_context import Context
+
+if TYPE_CHECKING:
+    from prism_plugins.capture.recorder import DeviceStats
 
 
 class Slice:
@@ -83,6 +86,8 @@ class Slice:
             self.journal.save(self.dir.journal)
         write_json(self.dir.manifest, make_manifest())
         kinds = program.events["kind"]
+        for line in device_assumptions(stats):
+            context.assume(line)
         if not context.steady:
             context.assume(
                 f"rank {self.spec.rank}: no two of {len(context.hashes)} iterations in a row were equal; the last one counts"
@@ -94,11 +99,11 @@ class Slice:
                 steady=context.steady,
                 num_ops=int((kinds == EventKind.KERNEL).sum()),
                 num_comms=int((kinds == EventKind.COMM).sum()),
-                record_ns_per_op=_number(stats, "record_ns_per_op"),
-                peak_allocated_bytes=int(_number(stats, "peak_allocated_bytes")),
-                peak_reserved_bytes=int(_number(stats, "peak_reserved_bytes")),
-                allocated_bytes_end=int(_number(stats, "allocated_bytes")),
-                synthesized_reads=_count(getattr(stats, "synthesized_reads", 0)),
+                record_ns_per_op=stats.record_ns_per_op,
+                peak_allocated_bytes=stats.peak_allocated_bytes,
+                peak_reserved_bytes=stats.peak_reserved_bytes,
+                allocated_bytes_end=stats.allocated_bytes,
+                synthesized_reads=sum(stats.synthesized_reads.values()),
             )
         )
 
@@ -163,12 +168,18 @@ def load_integrations() -> list[Integration]:
     return [point.load()() for point in sorted(points, key=lambda p: p.name)]
 
 
-def _number(stats: Any, name: str) -> float:
-    return float(getattr(stats, name, 0))
-
-
-def _count(value: Any) -> int:
-    return sum(value.values()) if isinstance(value, dict) else int(value)
+def device_assumptions(stats: DeviceStats) -> list[str]:
+    """What the virtual device could not do for real, one line each."""
+    lines = []
+    if stats.delayed_reuse:
+        lines.append("memory that record_stream would hold back for a while is taken as free at once")
+    for names, text in (
+        (stats.no_cpu_kernel, "have no CPU kernel: their small results were synthesized"),
+        (stats.no_meta_kernel, "have no shape function: taken as keeping the shapes of what they change"),
+    ):
+        if names:
+            lines.append(f"{', '.join(sorted(names))} {text}")
+    return lines
 
 
 def main() -> None:

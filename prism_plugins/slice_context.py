@@ -106,6 +106,7 @@ class Context:
             self.end_iteration()
         if self.steady or len(self.hashes) >= self.spec.iterations:
             self._end()
+        self.recorder.reset_peaks()
         self.recorder.start()
         self._began = time.monotonic()
 
@@ -118,7 +119,6 @@ class Context:
         self._began = None
         self.iteration = self.recorder.stop()
         self.iteration_stats = self.recorder.stats()
-        self.recorder.reset_peaks()
         digest = iteration_hash(self.iteration.events)
         self.steady = bool(self.hashes) and self.hashes[-1] == digest
         self.hashes.append(digest)

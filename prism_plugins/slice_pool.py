@@ -6,6 +6,7 @@ slices/<rank>/log.txt and, for the streamed ones, line by line to the console.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
@@ -29,6 +30,10 @@ LineSink = Callable[[str, bool], None]
 _GRACE_AFTER_REPORT_S = 10.0
 """How long a slice may take to unwind once its report is written."""
 _GRACE_AFTER_SIGTERM_S = 1.0
+_TAIL_LINES = 15
+USER_ERROR = 2
+"""Exit status of a process that a mistake of the user ended."""
+ERROR_PREFIX = "prism: error: "
 
 
 class SliceProcess:
@@ -47,6 +52,7 @@ class SliceProcess:
             write_json(self.dir.spec, spec)
             self._log = open(self.dir.log, "wb")  # noqa: SIM115  (closed in finish)
         self._lock = threading.Lock()
+        self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self.process = subprocess.Popen(
             [sys.executable, *_interpreter_flags(), "-m", "prism_plugins.slice", str(self.dir.spec)],
             stdin=subprocess.DEVNULL,
@@ -105,6 +111,11 @@ class SliceProcess:
 
     def _died(self, why: str) -> SliceReport:
         code = self.process.returncode
+        if code == USER_ERROR and self._tail and self._tail[-1].startswith(ERROR_PREFIX):
+            # It could not even write its report (a full disk).
+            return SliceReport(
+                rank=self.spec.rank, status="user_error", message=self._tail[-1].removeprefix(ERROR_PREFIX)
+            )
         if not why:
             if code is not None and code < 0:
                 why = f"the process was ended by {signal.Signals(-code).name}"
@@ -112,12 +123,11 @@ class SliceProcess:
                     why += " (out of memory? try fewer --prism-jobs)"
             else:
                 why = f"the process ended with status {code} and no report"
-        tail = self.dir.log.read_bytes().decode(errors="replace").splitlines()[-15:]
         return SliceReport(
             rank=self.spec.rank,
             status="crashed",
             message=why,
-            traceback="\n".join(tail),
+            traceback="\n".join(self._tail),
             phase="unknown",
             seconds=time.monotonic() - self.started,
         )
@@ -130,8 +140,10 @@ class SliceProcess:
                     with contextlib.suppress(OSError):
                         self._log.write(line)
                         self._log.flush()
+            text = line.decode(errors="replace").rstrip("\n")
+            self._tail.append(text)
             if self._sink is not None:
-                self._sink(line.decode(errors="replace").rstrip("\n"), is_error)
+                self._sink(text, is_error)
 
 
 class SlicePool:
