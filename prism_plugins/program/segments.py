@@ -2,8 +2,8 @@
 
 Units are numbered in order: gap 0, body 0, gap 1, body 1, …, the last gap. A *token* is something one unit makes
 and another one needs: an allocation and its release, a communication and the waits for it, a recorded event and
-the waits for that. Units are *fixed* when their phase belongs to a micro-batch (or occurs once): they are only
-ever copied whole. The others, gaps and p2p phases, are *loose*: another stage has them in other places.
+the waits for that. Units are *fixed* when their phase belongs to a micro-batch (or to none and occurs once): they
+are only ever copied whole. The others, gaps and p2p phases, are *loose*: another stage has them in other places.
 """
 
 from __future__ import annotations
@@ -88,6 +88,13 @@ class Timetable:
                 return self._micro_batch_of.get((direction, ordinal))
         return None
 
+    def anchor(self, phase: int, micro_batch: MicroBatch) -> str:
+        """Name of the part that ties a phase to a micro-batch it works on."""
+        for part in self.phases[phase].parts:
+            if is_bound(self.phases[phase]) or self.micro_batch(part) == micro_batch:
+                return part[0]
+        return self.phases[phase].kind
+
     @property
     def num_units(self) -> int:
         """Bodies and gaps together."""
@@ -128,7 +135,7 @@ class Segments:
         """Unit ``u`` holds the events ``bounds[u]:bounds[u + 1]``."""
         counts = Counter(self.timetable.classes)
         self._fixed = [
-            is_bound(phase) or (counts[cls] == 1 and all(k == 0 for _, k in phase.parts))
+            is_bound(phase) or (counts[cls] == 1 and not self.timetable.micro_batches(phase))
             for phase, cls in zip(self.timetable.phases, self.timetable.classes, strict=True)
         ]
 
