@@ -91,7 +91,8 @@ def bindings(spec: SliceSpec) -> dict[str, Any]:
         "_cuda_getDevice": lambda: call("get_device"),
         "_cuda_setDevice": set_device,
         "_cuda_exchangeDevice": exchange_device,
-        "_cuda_maybeExchangeDevice": exchange_device,
+        # A function of its own: torch.compile keys its handlers by function.
+        "_cuda_maybeExchangeDevice": lambda device: exchange_device(device),
         "_cuda_getArchFlags": lambda: _ARCH_FLAGS,
         "_cuda_getCompiledVersion": lambda: int(CUDA_VERSION.replace(".", "")) * 100,
         "_cuda_canDeviceAccessPeer": lambda device, peer: device != peer,
