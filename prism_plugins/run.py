@@ -6,8 +6,12 @@ entry points (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import signal
 import sys
+import time
 from types import FrameType
 
 from prism_plugins.errors import Interrupted, PrismError, SliceFailed
@@ -29,11 +33,9 @@ def main() -> int:
 
         return conduct(job)
     except PrismError as error:
-        print(f"prism: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return _fail(f"prism: error: {error}", 2)
     except SliceFailed as error:
-        print(error, file=sys.stderr, flush=True)
-        return 1
+        return _fail(str(error), 1)
     except Interrupted as stop:
         name = signal.Signals(stop.number).name
         print(
@@ -42,6 +44,17 @@ def main() -> int:
             flush=True,
         )
         return 128 + stop.number
+
+
+def _fail(text: str, status: int) -> int:
+    print(text, file=sys.stderr, flush=True)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        # torchrun shows this in its own summary instead of "to enable traceback see …".
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message}, file)
+    return status
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

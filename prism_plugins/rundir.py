@@ -8,6 +8,7 @@ import errno
 import importlib.metadata
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,6 +77,13 @@ class RunDir:
         """The Kineto-style trace of one rank."""
         return self.kineto / f"rank{rank}.json.gz"
 
+    def clear(self) -> None:
+        """Remove what an earlier run left, so that nothing old is taken for new."""
+        for file in (self.run, self.prediction, self.predicted_log, *self.kineto.glob("rank*.json.gz")):
+            file.unlink(missing_ok=True)
+        if self.slices.exists():
+            shutil.rmtree(self.slices)
+
     def read_info(self) -> RunInfo:
         """run.json; raises :class:`FileFormatError` or, where there is none, :class:`PrismError`."""
         if not self.run.exists():
@@ -142,6 +150,7 @@ def create(job: Job, *, now: datetime.datetime | None = None) -> RunDir:
         if rundir.run.exists():
             rundir.read_info()
     with writing(path):
+        rundir.clear()
         rundir.slices.mkdir(parents=True, exist_ok=True)
         # Only a real write tells: root passes permission checks on a read-only file system's directories.
         with tempfile.TemporaryFile(dir=path) as probe:

@@ -131,3 +131,15 @@ def test_read_only_place(tiny_disk):
         pytest.skip("cannot remount read-only")
     with pytest.raises(PrismError, match="Read-only file system; choose another --prism-out"):
         create(job(str(tiny_disk / "run")))
+
+
+def test_a_new_run_in_an_old_directory_leaves_nothing_old(tmp_path):
+    rundir = create(job(str(tmp_path)))
+    rundir.write_info(RunInfo(job=job(), status="ok"))
+    for file in (rundir.prediction, rundir.predicted_log, rundir.kineto_trace(3), rundir.slice(3).report):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    (tmp_path / "notes.txt").write_text("mine")
+    create(job(str(tmp_path)))
+    left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+    assert left == ["notes.txt"]
