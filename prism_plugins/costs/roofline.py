@@ -199,7 +199,7 @@ def _elementwise(r: Roofline, s: OpSignature) -> Work:
     seconds = r.hbm_seconds(nbytes, r.eff.elementwise)
     operands = (*s.inputs, *s.outputs)
     if not _is_vectorised(operands):
-        one_input = sum(t.numel > 1 for t in s.inputs) - is_inplace(s.op) <= 1
+        one_input = sum(t.numel > 1 for t in s.inputs) <= 1
         rate = r.eff.generic_copy_elements_per_s_per_sm if one_input else r.eff.generic_elements_per_s_per_sm
         seconds = max(seconds, numel / r.elements_per_s(rate))
     return Work(flops=float(numel), bytes=nbytes, seconds=seconds)

@@ -1,0 +1,283 @@
+"""Compiles a stretch of a program into super-steps: one item per synchronisation point of a stream.
+
+Between two synchronisation points a stream runs kernels only. With host issue offsets ``h_j`` (cumulative host time,
+known without simulating) and durations ``d_j``, a run that starts when the stream stands at ``S`` ends at::
+
+    max(S + D, base + C),   D = sum d_j,   C = max over j of (h_j + sum over k >= j of d_k)
+
+where ``base`` is the time the host has spent blocked so far. So a run is two numbers, whatever its length, and
+only host synchronisation changes ``base``.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+import numpy as np
+
+from prism_plugins.program.model import EventFlag, EventKind, Program
+from prism_plugins.simulate.prices import ProgramPrices, host_ns_of_events
+
+NEVER = -np.inf
+
+
+class Code(enum.IntEnum):
+    """What a stream does at the end of a run."""
+
+    COMM_SYNC = 0
+    """Issue a collective and wait for it. arg: op."""
+    COMM_ASYNC = 1
+    """Issue a collective and go on. arg: op."""
+    WAIT_WORK = 2
+    """Wait for a collective. arg: work id."""
+    WAIT_EVENT = 3
+    """Wait for an event of another stream. arg: event id."""
+    RECORD = 4
+    """An event is recorded here. arg: event id."""
+    MARK = 5
+    """The host waits for this point. arg: host sync number."""
+    SEGMENT = 6
+    """The host was blocked: later kernels are issued from another base. arg: host sync number."""
+    END = 7
+
+
+class StreamItems(msgspec.Struct, frozen=True, kw_only=True):
+    """The items of one stream, in order; arrays of equal length, the last item is END."""
+
+    stream: int
+    code: np.ndarray
+    arg: np.ndarray
+    event: np.ndarray
+    """Absolute event index of each item."""
+    run_ns: np.ndarray
+    """D of the run before the item."""
+    issue_ns: np.ndarray
+    """C of the run before the item; -inf when it is empty."""
+    kernels: np.ndarray
+    """Absolute event indices of the stream's kernels."""
+    first_kernel: np.ndarray
+    """Per item: position in ``kernels`` where its run begins."""
+
+
+class CommOp(msgspec.Struct, kw_only=True):
+    """A call (or a coalesced batch) as one operation on a communicator."""
+
+    event: int
+    """Absolute index of the event that issues it: the last of a batch."""
+    first_event: int
+    """Absolute index of its first event."""
+    stream: int
+    host_ns: float
+    """Host offset at which it is issued."""
+    work: int
+    is_async: bool
+    parts: tuple[int, ...]
+    """Indices into ``Program.comms``."""
+    lane: tuple[int, int]
+    """(group, 0) or, for p2p outside a batch, (group, 1 + peer): such calls use a communicator of the pair."""
+
+
+class HostSync(msgspec.Struct, frozen=True, kw_only=True):
+    """The host waits."""
+
+    event: int
+    host_ns: float
+    streams: tuple[int, ...]
+    """Streams it waits for."""
+    cuda_event: int = -1
+    """Or the recorded event it waits for."""
+    everything: bool = False
+    """Also for all communicators (device synchronise)."""
+
+
+class Stretch(msgspec.Struct, frozen=True, kw_only=True):
+    """Events ``[lo, hi)`` of a program, compiled."""
+
+    program: Program
+    prices: ProgramPrices
+    lo: int
+    hi: int
+    host_end_ns: np.ndarray
+    """Cumulative host time at the end of each event, without blocking; continues from ``host0``."""
+    host0: float
+    streams: tuple[StreamItems, ...]
+    ops: tuple[CommOp, ...]
+    syncs: tuple[HostSync, ...]
+
+    @property
+    def host_at_end(self) -> float:
+        """Cumulative host time when the stretch has been issued."""
+        return float(self.host_end_ns[-1]) if len(self.host_end_ns) else self.host0
+
+
+def compile_stretch(
+    program: Program, prices: ProgramPrices, *, lo: int, hi: int, host0: float = 0.0
+) -> Stretch:
+    """Compile events ``[lo, hi)``; ``host0`` is the host time of what came before."""
+    events = program.events[lo:hi]
+    kind, stream, ref = (np.ascontiguousarray(events[f]) for f in ("kind", "stream", "ref"))
+    host_end = np.cumsum(host_ns_of_events(program, prices, lo, hi))
+    host_end += host0
+
+    ops = _comm_ops(program, events, kind, host_end, lo)
+    syncs = _host_syncs(kind, stream, ref, host_end, lo)
+
+    launched = np.zeros(len(events), dtype=bool)
+    is_kernel = kind == EventKind.KERNEL
+    launched[is_kernel] = prices.op_launches[ref[is_kernel]]
+
+    simple = np.flatnonzero(
+        (kind == EventKind.WORK_WAIT) | (kind == EventKind.EVENT_WAIT) | (kind == EventKind.EVENT_RECORD)
+    )
+    comm_at = np.array([op.event - lo for op in ops], dtype=np.int64)
+    comm_code = np.array([Code.COMM_ASYNC if op.is_async else Code.COMM_SYNC for op in ops], dtype=np.int64)
+    comm_stream = np.array([op.stream for op in ops], dtype=np.int64)
+
+    used = np.unique(
+        np.concatenate((stream[launched].astype(np.int64), stream[simple].astype(np.int64), comm_stream))
+    )
+    synced = {s for sync in syncs for s in sync.streams if s >= 0}
+    used = sorted({*used.tolist(), *synced})
+    compiled = []
+    for s in used:
+        own = simple[stream[simple] == s]
+        mine = np.flatnonzero(comm_stream == s)
+        at, code, arg = _with_host_syncs(
+            np.concatenate((own, comm_at[mine])),
+            np.concatenate((_SIMPLE_CODE[kind[own]], comm_code[mine])),
+            np.concatenate((ref[own].astype(np.int64), mine)),
+            syncs,
+            stream=s,
+            lo=lo,
+        )
+        compiled.append(
+            _stream_items(
+                s, at, code, arg, np.flatnonzero(launched & (stream == s)), prices, ref, host_end, lo, hi
+            )
+        )
+    return Stretch(
+        program=program,
+        prices=prices,
+        lo=lo,
+        hi=hi,
+        host_end_ns=host_end,
+        host0=host0,
+        streams=tuple(compiled),
+        ops=ops,
+        syncs=syncs,
+    )
+
+
+_SIMPLE_CODE = np.full(256, -1, dtype=np.int64)
+_SIMPLE_CODE[EventKind.WORK_WAIT] = Code.WAIT_WORK
+_SIMPLE_CODE[EventKind.EVENT_WAIT] = Code.WAIT_EVENT
+_SIMPLE_CODE[EventKind.EVENT_RECORD] = Code.RECORD
+
+
+def _comm_ops(program, events, kind, host_end, lo):
+    """Group COMM events by work id; a batch is issued with its last event."""
+    index = np.flatnonzero(kind == EventKind.COMM)
+    ops: list[CommOp] = []
+    by_work: dict[int, CommOp] = {}
+    rows = zip(
+        index.tolist(),
+        events["value"][index].tolist(),
+        events["ref"][index].tolist(),
+        events["stream"][index].tolist(),
+        events["flags"][index].tolist(),
+        host_end[index].tolist(),
+        strict=True,
+    )
+    lanes = [_lane(c) for c in program.comms]
+    for i, work, comm, stream, flag, host in rows:
+        op = by_work.get(work)
+        if op is None:
+            op = CommOp(
+                event=lo + i,
+                first_event=lo + i,
+                stream=stream,
+                host_ns=host,
+                work=work,
+                is_async=bool(flag & EventFlag.ASYNC),
+                parts=(comm,),
+                lane=lanes[comm],
+            )
+            by_work[work] = op
+            ops.append(op)
+        else:
+            op.event, op.host_ns, op.parts = lo + i, host, (*op.parts, comm)
+            op.lane = (program.comms[op.parts[0]].group, 0)
+            if flag & EventFlag.ASYNC:
+                op.is_async = True
+    ops.sort(key=lambda op: op.event)
+    return tuple(ops)
+
+
+def _lane(comm) -> tuple[int, int]:
+    return (comm.group, 1 + comm.peer) if comm.kind in ("send", "recv") else (comm.group, 0)
+
+
+def _host_syncs(kind, stream, ref, host_end, lo) -> tuple[HostSync, ...]:
+    index = np.flatnonzero(
+        (kind == EventKind.STREAM_SYNC) | (kind == EventKind.DEVICE_SYNC) | (kind == EventKind.EVENT_SYNC)
+    )
+    if not len(index):
+        return ()
+    device_streams = tuple(
+        np.unique(stream[(kind == EventKind.KERNEL) | (kind == EventKind.COMM)]).astype(int).tolist()
+    )
+    syncs = []
+    for i in index.tolist():
+        if kind[i] == EventKind.STREAM_SYNC:
+            syncs.append(HostSync(event=lo + i, host_ns=float(host_end[i]), streams=(int(stream[i]),)))
+        elif kind[i] == EventKind.EVENT_SYNC:
+            syncs.append(
+                HostSync(event=lo + i, host_ns=float(host_end[i]), streams=(), cuda_event=int(ref[i]))
+            )
+        else:
+            syncs.append(
+                HostSync(event=lo + i, host_ns=float(host_end[i]), streams=device_streams, everything=True)
+            )
+    return tuple(syncs)
+
+
+def _with_host_syncs(at, code, arg, syncs, *, stream, lo):
+    """Insert a MARK where the host waits for this stream and a SEGMENT after every host wait; sort by event."""
+    if syncs:
+        where = np.array([s.event - lo for s in syncs], dtype=np.int64)
+        number = np.arange(len(syncs), dtype=np.int64)
+        marked = np.array([stream in s.streams for s in syncs], dtype=bool)
+        at = np.concatenate((at, where[marked], where))
+        code = np.concatenate(
+            (code, np.full(int(marked.sum()), Code.MARK), np.full(len(syncs), Code.SEGMENT))
+        )
+        arg = np.concatenate((arg, number[marked], number))
+    order = np.lexsort((code, at))
+    return at[order], code[order], arg[order]
+
+
+def _stream_items(stream, at, code, arg, kernels, prices, ref, host_end, lo, hi) -> StreamItems:
+    durations = prices.op_ns[ref[kernels]]
+    before = np.zeros(len(kernels) + 1)
+    np.cumsum(durations, out=before[1:])
+    at = np.append(at, hi - lo)
+    code = np.append(code, int(Code.END))
+    arg = np.append(arg, 0)
+    stop = np.searchsorted(kernels, at)
+    start = np.concatenate(([0], stop[:-1]))
+    issue = np.full(len(at), NEVER)
+    filled = np.flatnonzero(stop > start)
+    if len(filled):
+        slack = host_end[kernels] - before[:-1]
+        issue[filled] = np.maximum.reduceat(slack, start[filled]) + before[stop[filled]]
+    return StreamItems(
+        stream=stream,
+        code=code,
+        arg=arg,
+        event=at + lo,
+        run_ns=before[stop] - before[start],
+        issue_ns=issue,
+        kernels=kernels + lo,
+        first_kernel=start,
+    )

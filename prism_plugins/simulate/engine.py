@@ -1,0 +1,246 @@
+"""Simulates one steady iteration of the whole job.
+
+Lanes are the host thread, each CUDA stream, and each communicator. The host issues events in order and pays for
+each; a device op starts when it is issued and its stream is ready; a collective occupies its communicator, after
+what the issuing stream held, and its transfer starts when the last member's kernel has started; without ``ASYNC`` the
+issuing stream waits for its end. The kernel of a coalesced batch starts once and ends when all its parts have.
+
+Everything is max and plus, so the result does not depend on the order of evaluation: each stream of each cell is a
+process that advances until it needs a time nobody has computed yet. When no process can advance, the job hangs,
+and the fault says who waits for whom.
+
+Ranks with equal times are one cell (:mod:`.quotient`). Data-parallel ranks whose optimizer shards differ run the same
+events up to their optimizer: up to there they are one cell, from there on one per shard (:mod:`.fork`).
+
+Limits: the host never waits for room in the launch queue; kernels of different streams do not slow each other down;
+a collective does not slow compute down.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from prism_plugins.costs.base import CostModel
+from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.model import EventKind
+from prism_plugins.program.prediction import Breakdown
+from prism_plugins.simulate.compile import Stretch, compile_stretch
+from prism_plugins.simulate.expand import break_down, expand_unit, join
+from prism_plugins.simulate.faults import Party, SimulationFault
+from prism_plugins.simulate.fork import fork_points
+from prism_plugins.simulate.link import Layer, Rendezvous, describe, phase_at
+from prism_plugins.simulate.prices import Pricer
+from prism_plugins.simulate.process import Machine
+from prism_plugins.simulate.quotient import Quotient, refine, survey
+from prism_plugins.simulate.timeline import OpTimes, Timeline
+from prism_plugins.simulate.unit import Unit
+
+
+def simulate(job: JobPrograms, costs: CostModel) -> Timeline:
+    """Simulate one iteration of every rank.
+
+    Raises:
+        SimulationFault: ranks wait for ever, or calls that meet disagree.
+    """
+    return Simulation(job, costs).timeline
+
+
+def op_times(
+    job: JobPrograms, costs: CostModel, simulation: Simulation | Timeline | None, rank: int
+) -> OpTimes:
+    """Times of every event of a rank, in the order of its program.
+
+    Give the :class:`Simulation`. With a :class:`Timeline` the last simulation of this job is used, or the job is
+    simulated again.
+    """
+    if not isinstance(simulation, Simulation):
+        simulation = Simulation.last if Simulation.is_last(job, costs) else Simulation(job, costs)
+    return simulation.op_times(rank)
+
+
+class Simulation:
+    """A simulated job: the timeline, and the times of any rank's events on demand."""
+
+    last: Simulation | None = None
+    """The one that ran last, so that callers who only kept the timeline need not simulate again."""
+
+    def __init__(self, job: JobPrograms, costs: CostModel) -> None:
+        began = time.perf_counter()
+        self.job = job
+        self.costs = costs
+        self._pricer = Pricer(costs)
+        self._world = survey(job, self._pricer)
+        self._rendezvous = Rendezvous()
+        coarse = refine(job, self._world, with_variants=False)
+        stretches = self._compile(coarse, lo=None, hi=None)
+        self._units: list[Unit] = []
+        if any(cls.variant_of for cls in job.classes):
+            forks = fork_points(job, coarse, stretches)
+            self._quotient = refine(job, self._world, with_variants=True)
+            self._link_forked(coarse, stretches, forks)
+        else:
+            self._quotient = coarse
+            self._leaves = self._link(coarse, stretches, parents=None, name="job")
+        self._machine = Machine(self._rendezvous, self._units)
+        self._run()
+        self.timeline = self._summarise(began)
+        Simulation.last = self
+
+    @classmethod
+    def is_last(cls, job: JobPrograms, costs: CostModel) -> bool:
+        """Whether the last simulation was of exactly these objects."""
+        return cls.last is not None and cls.last.job is job and cls.last.costs is costs
+
+    def op_times(self, rank: int) -> OpTimes:
+        """Times of a rank's events; ranks of one cell share them."""
+        leaf = self._leaves[int(self._quotient.cell_of_rank[rank])]
+        return join([expand_unit(unit, self._machine) for unit in leaf.chain()])
+
+    # ── assembly ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _compile(
+        self,
+        quotient: Quotient,
+        *,
+        lo: list[int] | None,
+        hi: list[int] | None,
+        host0: list[float] | None = None,
+    ) -> list[Stretch]:
+        out = []
+        for cell in quotient.cells:
+            program = cell.program
+            out.append(
+                compile_stretch(
+                    program,
+                    self._pricer.price(program),
+                    lo=0 if lo is None else lo[cell.index],
+                    hi=len(program.events) if hi is None else hi[cell.index],
+                    host0=0.0 if host0 is None else host0[cell.index],
+                )
+            )
+        return out
+
+    def _link(
+        self, quotient: Quotient, stretches: list[Stretch], *, parents: list[Unit] | None, name: str
+    ) -> list[Unit]:
+        layer = Layer(quotient, self._rendezvous, self._pricer, name=name)
+        units = []
+        for cell, stretch in zip(quotient.cells, stretches, strict=True):
+            parent = None if parents is None else parents[cell.index]
+            units.append(Unit(cell, stretch, layer.link(cell, stretch), parent=parent, layer=layer))
+        self._units += units
+        return units
+
+    def _link_forked(self, coarse: Quotient, whole: list[Stretch], forks: list[int]) -> None:
+        """Link the common stretch of each coarse cell and, behind it, the rest of each fine cell."""
+        hi = [min(fork, stretch.hi) for fork, stretch in zip(forks, whole, strict=True)]
+        trunk = self._link(coarse, self._compile(coarse, lo=None, hi=hi), parents=None, name="trunk")
+        fine = self._quotient
+        parents = [trunk[int(coarse.cell_of_rank[cell.ranks[0]])] for cell in fine.cells]
+        rest = self._compile(
+            fine,
+            lo=[parent.stretch.hi for parent in parents],
+            hi=None,
+            host0=[parent.stretch.host_at_end for parent in parents],
+        )
+        self._leaves = self._link(fine, rest, parents=parents, name="branch")
+
+    # ── run and report ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        if not self._machine.run():
+            raise self._hang()
+
+    def _hang(self) -> SimulationFault:
+        """Name the first rendezvous that somebody reached and somebody did not."""
+        stuck = self._machine.stuck()
+        by_party: dict[int, tuple[Unit, int]] = {}
+        for unit, event in stuck:
+            by_party.setdefault(id(unit), (unit, event))
+        for meeting in sorted(self._rendezvous.meetings, key=lambda m: m.sequence):
+            arrived = self._machine.arrived(meeting.slot)
+            if not arrived or self._machine.value(meeting.slot) is not None:
+                continue
+            unit, event, _ = arrived[0]
+            absent = self._absent(meeting, arrived)
+            if absent is None:
+                continue
+            other, other_event = absent
+            return SimulationFault(
+                kind="hang",
+                group=unit.group_name(event),
+                sequence=meeting.sequence,
+                waiting=Party(
+                    ranks=unit.rank_tuple(),
+                    call=describe(meeting.what),
+                    phase=phase_at(unit.cell.program, event),
+                ),
+                other=Party(
+                    ranks=other.rank_tuple(),
+                    call=other.call_at(other_event),
+                    phase=phase_at(other.cell.program, min(other_event, len(other.cell.program.events) - 1)),
+                ),
+            )
+        unit, event = stuck[0]
+        here = Party(
+            ranks=unit.rank_tuple(), call=unit.call_at(event), phase=phase_at(unit.cell.program, event)
+        )
+        return SimulationFault(kind="hang", group="none", sequence=0, waiting=here, other=here)
+
+    def _absent(self, meeting, arrived):
+        """A member that has not come to a meeting, and the event it stands at."""
+        here = {unit.cell.index for unit, _, _ in arrived if unit.layer_name == meeting.channel[0]}
+        for unit in self._units:
+            if unit.layer_name != meeting.channel[0]:
+                continue
+            if len(meeting.channel) == 2:
+                members = {cell for cell, _ in unit.quotient_members(meeting.channel[1])}
+            else:
+                members = set(meeting.channel[2:4])
+            if unit.cell.index in members - here:
+                return unit, self._machine.position(unit)
+        return None
+
+    def _summarise(self, began: float) -> Timeline:
+        finish = [self._machine.finish_ns(leaf) for leaf in self._leaves]
+        total = max(finish)
+        class_time = [0.0] * len(self.job.classes)
+        slowest: list[Unit | None] = [None] * len(self.job.classes)
+        for leaf, end in zip(self._leaves, finish, strict=True):
+            index = leaf.cell.class_index
+            if slowest[index] is None or end > class_time[index]:
+                class_time[index], slowest[index] = end, leaf
+        breakdown: tuple[Breakdown, ...] = tuple(
+            break_down(leaf, self._machine, total) for leaf in slowest if leaf is not None
+        )
+        worst = int(np.argmax(class_time))
+        leaf = slowest[worst]
+        return Timeline(
+            iteration_time_ns=total,
+            class_time_ns=tuple(class_time),
+            slowest_class=worst,
+            slowest_rank=int(leaf.cell.ranks[0]) if leaf is not None else 0,
+            breakdown=breakdown,
+            unpriced=self._unpriced(),
+            seconds=time.perf_counter() - began,
+        )
+
+    def _unpriced(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for cls in self.job.classes:
+            program = cls.exemplar
+            prices = self._pricer.price(program)
+            kind, ref = program.events["kind"], program.events["ref"]
+            for flags, which, names in (
+                (prices.op_unpriced, EventKind.KERNEL, [s.op for s in program.signatures]),
+                (prices.comm_unpriced, EventKind.COMM, [c.kind for c in program.comms]),
+            ):
+                if not flags.any():
+                    continue
+                occurrences = np.bincount(ref[kind == which], minlength=len(flags))
+                for i in np.flatnonzero(flags).tolist():
+                    if occurrences[i]:
+                        counts[names[i]] = counts.get(names[i], 0) + int(occurrences[i])
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))

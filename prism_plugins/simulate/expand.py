@@ -1,0 +1,238 @@
+"""From super-steps back to single events, for the ranks somebody asks about, and where their time goes.
+
+Kernel ``j`` of a stream ends at ``P_j+1 + max over i <= j of max(base_i + h_i - P_i, S_r(i) - P_r(i))`` where ``P`` are cumulative
+durations, ``h`` the host's issue times, and ``S_r`` the stream's time at the start of run ``r``: one cumulative
+maximum over the whole stream, because a stream never runs backwards.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from prism_plugins.program.model import EventKind
+from prism_plugins.program.prediction import Breakdown
+from prism_plugins.simulate.compile import Code, StreamItems
+from prism_plugins.simulate.prices import host_ns_of_events
+from prism_plugins.simulate.process import Machine
+from prism_plugins.simulate.timeline import COMM_LANE, OpTimes
+from prism_plugins.simulate.unit import Unit
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    """A set of times: disjoint, ascending intervals, shape (n,) each, ns."""
+
+    start: np.ndarray
+    end: np.ndarray
+
+
+class StreamTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """One stream of one stretch."""
+
+    kernel_start: np.ndarray
+    kernel_end: np.ndarray
+    after_run: np.ndarray
+    """Stream time before each item's action, shape (num_items,)."""
+    after_item: np.ndarray
+
+
+def expand_unit(unit: Unit, machine: Machine) -> OpTimes:
+    """Times of the events of one stretch."""
+    stretch = unit.stretch
+    bases = np.array(machine.bases(unit))
+    base = bases[np.searchsorted(_sync_events(unit), np.arange(stretch.lo, stretch.hi), side="left")]
+    host_end = base + stretch.host_end_ns
+    host = host_end - host_ns_of_events(stretch.program, stretch.prices, stretch.lo, stretch.hi)
+    start, end = host.copy(), host.copy()
+    lane = stretch.program.events["stream"][stretch.lo : stretch.hi].astype(np.int32)
+    transfer: dict[int, float] = {}
+    for items in stretch.streams:
+        times = stream_times(unit, items, machine)
+        local = items.kernels - stretch.lo
+        start[local], end[local] = times.kernel_start, times.kernel_end
+        for i in np.flatnonzero(items.code <= Code.COMM_ASYNC).tolist():
+            arg = int(items.arg[i])
+            op = stretch.ops[arg]
+            at = max(float(times.after_run[i]), float(host_end[op.event - stretch.lo]))
+            previous = unit.op_previous[arg]
+            if previous >= 0:
+                at = max(at, machine.value(previous) or 0.0)
+            finish = machine.value(unit.op_slot[arg]) or 0.0
+            began = min((machine.value(p) or 0.0) - machine.duration(p) for p in unit.parts[arg])
+            for event in _events_of(unit, arg):
+                start[event], end[event] = at, finish
+                lane[event] = _lane_number(unit, op.lane)
+                transfer[event] = max(at, began)
+    transfer_start = start.copy()
+    if transfer:
+        transfer_start[list(transfer)] = list(transfer.values())
+    return OpTimes(host_ns=host, start_ns=start, end_ns=end, transfer_start_ns=transfer_start, lane=lane)
+
+
+def join(parts: list[OpTimes]) -> OpTimes:
+    """Consecutive stretches as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return OpTimes(**{f: np.concatenate([getattr(p, f) for p in parts]) for f in OpTimes.__struct_fields__})
+
+
+def stream_times(unit: Unit, items: StreamItems, machine: Machine) -> StreamTimes:
+    """Times of a stream's kernels and items."""
+    stretch = unit.stretch
+    ref = stretch.program.events["ref"]
+    durations = stretch.prices.op_ns[ref[items.kernels]]
+    before = np.zeros(len(durations) + 1)
+    np.cumsum(durations, out=before[1:])
+    bases = np.array(machine.bases(unit))
+    syncs = _sync_events(unit)
+    after = np.array(machine.trace(unit, items.stream))
+    at_start = np.concatenate(([machine.start(unit, items.stream)], after[:-1]))
+    base_of_item = bases[np.searchsorted(syncs, items.event, side="left")]
+    stop = np.append(items.first_kernel[1:], len(durations))
+    # `issue_ns` of the run; -inf for an empty run leaves the stream where it was.
+    after_run = np.maximum(
+        at_start + (before[stop] - before[items.first_kernel]), base_of_item + items.issue_ns
+    )
+
+    issued = (
+        bases[np.searchsorted(syncs, items.kernels, side="left")]
+        + stretch.host_end_ns[items.kernels - stretch.lo]
+    )
+    bound = issued - before[:-1]
+    filled = np.flatnonzero(stop > items.first_kernel)
+    first = items.first_kernel[filled]
+    bound[first] = np.maximum(bound[first], at_start[filled] - before[first])
+    np.maximum.accumulate(bound, out=bound)
+    return StreamTimes(
+        kernel_start=bound + before[:-1],
+        kernel_end=bound + before[1:],
+        after_run=after_run,
+        after_item=after,
+    )
+
+
+def break_down(leaf: Unit, machine: Machine, total_ns: float) -> Breakdown:
+    """Where the time of a cell goes, ms. The parts sum to ``total_ns``.
+
+    A moment belongs to compute or optimizer if any stream runs a kernel; otherwise to exposed communication if a stream
+    waits for a collective (or p2p within the stage); otherwise to the bubble if one waits for p2p with another class
+    of ranks, or has finished; otherwise to the host.
+    """
+    busy, optimizer, waits, bubbles = [], [], [], []
+    for unit in leaf.chain():
+        in_optimizer = unit.kernel_mask("optimizer")
+        bases = np.array(machine.bases(unit))
+        for items in unit.stretch.streams:
+            times = stream_times(unit, items, machine)
+            busy.append((times.kernel_start, times.kernel_end))
+            mask = in_optimizer[items.kernels - unit.stretch.lo]
+            optimizer.append((times.kernel_start[mask], times.kernel_end[mask]))
+            bubble, wait = _wait_masks(unit, items)
+            issued = bases[np.searchsorted(_sync_events(unit), items.event, side="left")] + _issue_offset(
+                unit, items
+            )
+            since = np.maximum(times.after_run, np.minimum(issued, times.after_item))
+            bubbles.append((since[bubble], times.after_item[bubble]))
+            waits.append((since[wait], times.after_item[wait]))
+    compute = union(busy)
+    communication, bubble = union(waits), union([*waits, *bubbles])
+    finish = machine.finish_ns(leaf)
+    busy_ns, optimizer_ns = measure(compute), measure(union(optimizer))
+    exposed_ns = measure(communication) - overlap(communication, compute)
+    bubble_ns = measure(bubble) - overlap(bubble, compute) - exposed_ns
+    host_ns = finish - busy_ns - exposed_ns - bubble_ns
+    ms = 1e-6
+    return Breakdown(
+        compute=(busy_ns - optimizer_ns) * ms,
+        exposed_communication=exposed_ns * ms,
+        bubble=(bubble_ns + total_ns - finish) * ms,
+        host=host_ns * ms,
+        optimizer=optimizer_ns * ms,
+    )
+
+
+def union(parts: list[tuple[np.ndarray, np.ndarray]]) -> Interval:
+    """Merge intervals."""
+    start = np.concatenate([p[0] for p in parts]) if parts else np.empty(0)
+    end = np.concatenate([p[1] for p in parts]) if parts else np.empty(0)
+    keep = end > start
+    start, end = start[keep], end[keep]
+    if not len(start):
+        return Interval(start=start, end=end)
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    opens = np.concatenate(([True], start[1:] > end[:-1]))
+    closes = np.concatenate((opens[1:], [True]))
+    return Interval(start=start[opens], end=end[closes])
+
+
+def measure(a: Interval) -> float:
+    """Total length."""
+    return float((a.end - a.start).sum())
+
+
+def overlap(a: Interval, b: Interval) -> float:
+    """Length of the intersection."""
+    if not len(a.start) or not len(b.start):
+        return 0.0
+    cumulative = np.concatenate(([0.0], np.cumsum(b.end - b.start)))
+
+    def until(t: np.ndarray) -> np.ndarray:
+        i = np.searchsorted(b.start, t, side="right")
+        inside = np.where(i > 0, np.minimum(t, b.end[i - 1]) - b.start[i - 1], 0.0)
+        return np.where(i > 0, cumulative[i - 1] + inside, 0.0)
+
+    return float((until(a.end) - until(a.start)).sum())
+
+
+def _sync_events(unit: Unit) -> np.ndarray:
+    """Events of host waits: a later event, but not the wait itself, is issued from the new base."""
+    return np.array([s.event for s in unit.stretch.syncs], dtype=np.int64)
+
+
+def _wait_masks(unit: Unit, items: StreamItems) -> tuple[np.ndarray, np.ndarray]:
+    """bool per item: waits for p2p with another class; waits for any other communication."""
+    across = {
+        op.work: _is_pipeline(unit, i) for unit in unit.chain() for i, op in enumerate(unit.stretch.ops)
+    }
+    sync = items.code == Code.COMM_SYNC
+    works = items.code == Code.WAIT_WORK
+    bubble = np.zeros(len(items.code), dtype=bool)
+    for i in np.flatnonzero(sync).tolist():
+        bubble[i] = across[unit.stretch.ops[int(items.arg[i])].work]
+    for i in np.flatnonzero(works).tolist():
+        bubble[i] = across.get(int(items.arg[i]), False)
+    return bubble, (sync | works) & ~bubble
+
+
+def _issue_offset(unit: Unit, items: StreamItems) -> np.ndarray:
+    """Host offset of each item's own event (END: of the last)."""
+    local = np.minimum(items.event - unit.stretch.lo, len(unit.stretch.host_end_ns) - 1)
+    return unit.stretch.host_end_ns[local] if len(unit.stretch.host_end_ns) else np.zeros(len(local))
+
+
+def _is_pipeline(unit: Unit, op_index: int) -> bool:
+    op = unit.stretch.ops[op_index]
+    comms = unit.stretch.program.comms
+    cells = unit.layer.quotient.cells
+    return all(
+        comms[part].kind in ("send", "recv")
+        and cells[unit.layer.quotient.peers[unit.cell.index, part]].class_index != unit.cell.class_index
+        for part in op.parts
+    )
+
+
+def _events_of(unit: Unit, op_index: int) -> list[int]:
+    """Local rows of an op: one, or all of a batch."""
+    op = unit.stretch.ops[op_index]
+    if op.first_event == op.event:
+        return [op.event - unit.stretch.lo]
+    events = unit.stretch.program.events[op.first_event : op.event + 1]
+    mine = np.flatnonzero((events["kind"] == EventKind.COMM) & (events["value"] == op.work))
+    return (mine + op.first_event - unit.stretch.lo).tolist()
+
+
+def _lane_number(unit: Unit, lane: tuple[int, int]) -> int:
+    """Group communicators first, then those of pairs: ``COMM_LANE + num_groups * (1 + peer) + group``."""
+    group, pair = lane
+    return COMM_LANE + group + pair * len(unit.stretch.program.groups)

@@ -1,0 +1,102 @@
+"""Prices of a program as arrays that its events index."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from prism_plugins.costs.base import CostModel, Price
+from prism_plugins.program.model import CommSignature, EventKind, GroupInfo, Program
+
+HOST_NS_PER_WAIT = 1_500.0
+"""Host time of Work.wait, an event record or an event wait: a CUDA runtime call under a thin Python wrapper."""
+
+
+class ProgramPrices(msgspec.Struct, frozen=True, kw_only=True):
+    """Arrays over the tables of one program."""
+
+    op_ns: np.ndarray
+    """float64 over ``signatures``; 0 for ops that launch nothing."""
+    op_host_ns: np.ndarray
+    op_launches: np.ndarray
+    """bool over ``signatures``: the op occupies its stream."""
+    op_unpriced: np.ndarray
+    comm_ns: np.ndarray
+    """float64 over ``comms``."""
+    comm_host_ns: np.ndarray
+    comm_unpriced: np.ndarray
+
+
+class Pricer:
+    """Prices programs, remembering tables that several programs share."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._ops: dict[int, tuple[object, Price]] = {}
+        self._tables: dict[int, tuple[object, tuple[np.ndarray, ...]]] = {}
+
+    def price(self, program: Program) -> ProgramPrices:
+        """Price every distinct op and call of a program."""
+        op_ns, op_host_ns, op_launches, op_unpriced = self._op_table(program)
+        comm = [self.price_comm(program, c) for c in program.comms]
+        return ProgramPrices(
+            op_ns=op_ns,
+            op_host_ns=op_host_ns,
+            op_launches=op_launches,
+            op_unpriced=op_unpriced,
+            comm_ns=np.array([p.duration_ns for p in comm]),
+            comm_host_ns=np.array([p.host_ns for p in comm]),
+            comm_unpriced=np.array([p.provenance == "unpriced" for p in comm], dtype=bool),
+        )
+
+    def price_comm(self, program: Program, comm: CommSignature) -> Price:
+        """Price one call as this program's rank makes it."""
+        return self._costs.price_comm(
+            comm, comm_ranks(program.rank, program.groups[comm.group], comm), program.rank
+        )
+
+    def _op_table(self, program: Program) -> tuple[np.ndarray, ...]:
+        entry = self._tables.get(id(program.signatures))
+        if entry is None:
+            prices = [self._op(s) for s in program.signatures]
+            arrays = (
+                np.array([0.0 if p.provenance == "free" else p.duration_ns for p in prices]),
+                np.array([p.host_ns for p in prices]),
+                np.array([p.provenance != "free" for p in prices], dtype=bool),
+                np.array([p.provenance == "unpriced" for p in prices], dtype=bool),
+            )
+            entry = self._tables[id(program.signatures)] = (program.signatures, arrays)
+        return entry[1]
+
+    def _op(self, signature: object) -> Price:
+        entry = self._ops.get(id(signature))  # the entry keeps the signature, so its id is not reused
+        if entry is None:
+            entry = self._ops[id(signature)] = (signature, self._costs.price_op(signature))
+        return entry[1]
+
+
+def comm_ranks(rank: int, group: GroupInfo, comm: CommSignature) -> tuple[int, ...]:
+    """The ranks a call is priced for: the group, or (sender, receiver)."""
+    if comm.kind == "send":
+        return (rank, group.ranks[comm.peer])
+    if comm.kind == "recv":
+        return (group.ranks[comm.peer], rank)
+    return group.ranks
+
+
+def host_ns_of_events(program: Program, prices: ProgramPrices, lo: int, hi: int) -> np.ndarray:
+    """Host time of each event in ``[lo, hi)``, shape (hi - lo,)."""
+    events = program.events[lo:hi]
+    kind, ref = events["kind"], events["ref"]
+    host = _BY_KIND[kind]
+    kernels = kind == EventKind.KERNEL
+    host[kernels] = prices.op_host_ns[ref[kernels]]
+    comms = kind == EventKind.COMM
+    host[comms] = prices.comm_host_ns[ref[comms]]
+    explicit = kind == EventKind.HOST
+    host[explicit] = events["value"][explicit]
+    return host
+
+
+_BY_KIND = np.zeros(256)
+_BY_KIND[[EventKind.WORK_WAIT, EventKind.EVENT_RECORD, EventKind.EVENT_WAIT]] = HOST_NS_PER_WAIT
