@@ -18,7 +18,9 @@ class MegatronIntegration:
         from prism_plugins.integrations.megatron.hooks import install_hooks
         from prism_plugins.integrations.megatron.log import tap_log
         from prism_plugins.integrations.megatron.session import Session
+        from prism_plugins.integrations.megatron.triton_stub import provide_triton
 
+        provide_triton(context)
         install_hooks(Session(context))
         tap_log(context)
 
