@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from prism_plugins.collectives import objects
+from prism_plugins.collectives import functional, objects
 from prism_plugins.collectives.group import VirtualProcessGroup
 from prism_plugins.collectives.journal import Journal, group_shape
 from prism_plugins.collectives.nccl import ProcessGroupNCCL
@@ -27,6 +27,7 @@ from prism_plugins.program.slices import SliceSpec
 
 _BACKEND = "prism"
 _NCCL_TIMEOUT = timedelta(minutes=10)
+_NCCL_VERSION = 2 << 32 | 27 << 16 | 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,7 @@ class Collectives:
         self._virtual_store = VirtualStore(rank=spec.rank, world_size=spec.world_size)
         self._ordinals: Counter[str] = Counter()
         self._pending: dict[str, Any] = {}
+        self._kernels: torch.library.Library | None = None
         self._undo: list[tuple[Any, str, Any]] = []
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -162,6 +164,11 @@ class Collectives:
                         why="CPU builds lack it; scripts make its Options",
                     )
                 )
+        if not hasattr(torch._C, "_nccl_version"):
+            why = "CPU builds lack it; torch asks for it to log errors of nccl groups"
+            for name, value in (("_nccl_version", _NCCL_VERSION), ("_nccl_version_suffix", b"")):
+                replacement = functools.partial(_constant, value)
+                table.append(Patch(target=torch._C, name=name, replacement=replacement, why=why))
         return table
 
     def apply(self) -> None:
@@ -169,6 +176,7 @@ class Collectives:
         if _BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(_BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda"])
         _active.append(self)
+        self._kernels = functional.register()
         for patch in self.patches():
             original = getattr(patch.target, patch.name, _MISSING)
             targets = [patch.target]
@@ -186,6 +194,8 @@ class Collectives:
                 delattr(target, name)
             else:
                 setattr(target, name, original)
+        if self._kernels is not None:
+            self._kernels._destroy()
         _active.remove(self)
 
     # Groups
@@ -315,6 +325,10 @@ def install_collectives(spec: SliceSpec, context: Any = None, *, recorder: Any =
     collectives = Collectives(spec, recorder, context)
     collectives.apply()
     return collectives
+
+
+def _constant(value: Any) -> Any:
+    return value
 
 
 _MISSING = object()

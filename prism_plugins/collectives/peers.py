@@ -82,9 +82,12 @@ class MirrorPeers:
             self._receive(name, tensor, sequence, slot)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, *, sequence: int) -> None:
-        """The root journals small payloads for every member; others read theirs, or keep what they hold."""
+        """The root journals small payloads for every member; others read theirs, or get finite values."""
         if root != self._rank:
-            self._receive(self._channel("scatter", root, self._rank), output, sequence, 0)
+            view = values.real_view(output)
+            name = self._channel("scatter", root, self._rank)
+            if view is not None and not self._look_up(name, output, view, sequence, 0):
+                values.fill_plausible(output, view)
             return
         for member, tensor in enumerate(inputs):
             if member != self._rank:
@@ -232,10 +235,11 @@ class MirrorPeers:
             self._journal.record(name, sequence=sequence, slot=slot, payload=payload)
 
     def _receive(self, name: str, tensor: Tensor, sequence: int, slot: int) -> None:
+        """A broadcast from a virtual root: the journal's payload, else what we hold (if it is a number)."""
         view = values.real_view(tensor)
         if view is None or self._look_up(name, tensor, view, sequence, slot):
             return
-        if values.is_synthesized(tensor):
+        if view.dtype.is_floating_point and view.element_size() > 1 and not view.isfinite().all():
             values.fill_plausible(tensor, view)
 
     def _look_up(self, name: str, tensor: Tensor, view: Tensor, sequence: int, slot: int) -> bool:

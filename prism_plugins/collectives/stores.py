@@ -67,7 +67,7 @@ class VirtualStore(dist.Store):
             self._counters[key] = before + value
             if value == 0:
                 return before * self._world_size
-            return before * self._world_size + (self._rank + 1) * value
+            return before * self._world_size + (self._rank % self._world_size + 1) * value
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set a key if it holds ``expected`` (or does not exist and ``expected`` is empty)."""

@@ -83,6 +83,12 @@ def test_broadcast(world: Any) -> None:
         assert one(world) == signature("broadcast", in_numel=1, out_numel=1, peer=root)
 
 
+def test_broadcast_into_uninitialised_memory_is_finite(world: Any) -> None:
+    x = torch.tensor([float("nan"), float("inf")])
+    dist.broadcast(x, 0)
+    assert torch.isfinite(x).all()
+
+
 def test_all_gather(world: Any) -> None:
     outputs = [torch.zeros(2) for _ in range(SIZE)]
     dist.all_gather(outputs, torch.tensor([1.0, 2.0]))
@@ -123,9 +129,9 @@ def test_scatter(world: Any) -> None:
     x = torch.zeros(1)
     dist.scatter(x, [torch.tensor([float(i)]) for i in range(SIZE)], src=RANK)
     assert x.item() == 1.0
-    x = torch.tensor([7.0])
+    x = torch.tensor([float("nan")])
     dist.scatter(x, None, src=0)
-    assert x.item() == 7.0
+    assert x.item() == 1.0
     at_root, elsewhere = world.take()
     assert at_root == signature("scatter", in_numel=4, out_numel=1, peer=RANK)
     assert elsewhere == signature("scatter", in_numel=0, out_numel=1, peer=0)

@@ -1,0 +1,219 @@
+"""Control payloads from the slice of their source to later slices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from prism_plugins.collectives import install
+from prism_plugins.collectives.journal import (
+    MAX_TENSOR_BYTES,
+    SCHEMA,
+    Journal,
+    group_shape,
+)
+from prism_plugins.errors import FileFormatError
+from tests.collectives.conftest import make_spec
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape"),
+    [
+        ((5,), "1"),
+        ((0, 1, 2, 3), "4x1"),
+        ((8, 9, 10, 11), "4x1"),
+        ((0, 16, 32), "3x16"),
+        ((3, 19, 35), "3x16"),
+        ((0, 1, 8, 9, 16, 17), "6x(1*1,7*1)"),
+        ((0, 3, 4), "3x(3*1,1*1)"),
+    ],
+)
+def test_group_shape_names_no_ranks(ranks: tuple[int, ...], shape: str) -> None:
+    assert group_shape(ranks).startswith(shape.split("(")[0])
+    assert group_shape(ranks) == group_shape([r + 5 for r in ranks])
+
+
+def test_different_patterns_have_different_shapes() -> None:
+    patterns = [(0, 1), (0, 2), (0, 1, 2), (0, 1, 8, 9), (0, 8, 9, 17), (0, 1, 8, 9, 16, 17), (0, 3, 4)]
+    assert len({group_shape(p) for p in patterns}) == len(patterns)
+
+
+def tp_group(rank: int, **options: Any) -> Any:
+    """The tensor-parallel group of a rank (TP8), created after some others."""
+    for start in range(0, 64, 16):
+        dist.new_group(range(start, start + 16))
+    groups = [dist.new_group(range(start, start + 8), **options) for start in range(0, 64, 8)]
+    return groups[rank // 8]
+
+
+def run_source(make_world: Callable[..., Any], rank: int = 0) -> None:
+    make_world(rank=rank, world_size=64)
+    group = tp_group(rank)
+    root = rank - rank % 8
+    dist.broadcast(torch.tensor([1, 0, 25]), root, group=group)
+    dist.broadcast(torch.tensor([0.5], dtype=torch.bfloat16), root, group=group)
+    dist.broadcast(torch.tensor(True), root, group=group)
+    dist.broadcast_object_list(["train", {"steps": 25}], root, group=group)
+    dist.scatter(torch.zeros(1), [torch.tensor([float(i)]) for i in range(8)], root, group=group)
+    dist.scatter_object_list([None], [f"part {i}" for i in range(8)], root, group=group)
+    dist.send(torch.tensor([3, 4]), root + 1, group=group)
+    dist.send_object_list([{"shape": (2, 3)}], root + 1, group=group)
+
+
+def replay(make_world: Callable[..., Any], rank: int, journals: tuple[str, ...]) -> tuple[Any, list[Any]]:
+    world = make_world(rank=rank, world_size=64, journals=journals)
+    group = tp_group(rank)
+    root = rank - rank % 8
+    flags, scale, flag = (
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.bfloat16),
+        torch.tensor(False),
+    )
+    for tensor in (flags, scale, flag):
+        dist.broadcast(tensor, root, group=group)
+    objects: list[Any] = [None, None]
+    dist.broadcast_object_list(objects, root, group=group)
+    part = torch.zeros(1)
+    dist.scatter(part, None, root, group=group)
+    object_part: list[Any] = [None]
+    dist.scatter_object_list(object_part, None, root, group=group)
+    header = torch.zeros(2, dtype=torch.int64)
+    dist.recv(header, root, group=group)
+    received: list[Any] = [None]
+    dist.recv_object_list(received, root, group=group)
+    return world, [
+        flags.tolist(),
+        scale.item(),
+        flag.item(),
+        objects,
+        part.item(),
+        object_part,
+        header.tolist(),
+        received,
+    ]
+
+
+def expected(group_rank: int) -> list[Any]:
+    return [
+        [1, 0, 25],
+        0.5,
+        True,
+        ["train", {"steps": 25}],
+        float(group_rank),
+        [f"part {group_rank}"],
+        [3, 4],
+        [{"shape": (2, 3)}],
+    ]
+
+
+@pytest.mark.parametrize("rank", [1, 9, 57])
+def test_the_journal_of_rank_0_serves_every_tensor_parallel_group(
+    make_world: Callable[..., Any], tmp_path: Path, rank: int
+) -> None:
+    run_source(make_world)
+    path = tmp_path / "journal.json"
+    save_journal(path)
+    world, values = replay(make_world, rank, (str(path),))
+    assert values == expected(rank % 8)
+    assert (world.journal.stats.misses, world.journal.stats.nearest) == (0, 0)
+    assert world.journal.stats.hits == 9
+    assert world.collectives.assumptions() == []
+
+
+def save_journal(path: Path) -> None:
+    """Save the journal of the world that is installed now."""
+    install._active[-1].save(path)
+
+
+def test_without_a_journal_own_values_stay_and_are_counted(make_world: Callable[..., Any]) -> None:
+    world, values = replay(make_world, 9, ())
+    assert values[0] == [0, 0, 0]
+    assert values[3] == [None, None]
+    assert world.journal.stats.hits == 0
+    assert world.journal.stats.misses == 9
+    assert "9 small payload(s)" in world.collectives.assumptions()[0]
+
+
+def test_first_journal_that_knows_wins(make_world: Callable[..., Any], tmp_path: Path) -> None:
+    paths = []
+    for value in (1, 2):
+        make_world(rank=0, world_size=2)
+        dist.broadcast(torch.tensor([value]), 0)
+        paths.append(str(tmp_path / f"{value}.json"))
+        save_journal(Path(paths[-1]))
+    make_world(rank=1, world_size=2, journals=tuple(paths))
+    x = torch.tensor([0])
+    dist.broadcast(x, 0)
+    assert x.item() == 1
+
+
+def test_a_call_beyond_the_source_takes_the_nearest_and_says_so(
+    make_world: Callable[..., Any], tmp_path: Path
+) -> None:
+    make_world(rank=0, world_size=2)
+    for value in (1, 2):
+        dist.broadcast(torch.tensor([value]), 0)
+    save_journal(tmp_path / "j.json")
+    world = make_world(rank=1, world_size=2, journals=(str(tmp_path / "j.json"),))
+    x = torch.tensor([0])
+    for _ in range(3):
+        dist.broadcast(x, 0)
+    assert x.item() == 2
+    assert (world.journal.stats.hits, world.journal.stats.nearest) == (2, 1)
+    assert "another call" in world.collectives.assumptions()[0]
+
+
+def test_large_payloads_are_mirrored_not_journalled(make_world: Callable[..., Any], tmp_path: Path) -> None:
+    world = make_world(rank=0, world_size=2)
+    dist.broadcast(torch.zeros(MAX_TENSOR_BYTES + 1, dtype=torch.uint8), 0)
+    assert world.journal.stats.recorded == 0
+    dist.broadcast(torch.zeros(MAX_TENSOR_BYTES, dtype=torch.uint8), 0)
+    assert world.journal.stats.recorded == 1
+
+
+def test_activations_between_stages_are_no_control_data(make_world: Callable[..., Any]) -> None:
+    world = make_world(rank=0, world_size=2)
+    dist.send(torch.ones(4), 1)
+    assert world.journal.stats.recorded == 0
+
+
+def test_equal_payloads_are_stored_once(make_world: Callable[..., Any], tmp_path: Path) -> None:
+    make_world(rank=0, world_size=2)
+    for _ in range(50):
+        dist.broadcast(torch.tensor([1, 2, 3]), 0)
+    save_journal(tmp_path / "j.json")
+    assert len(json.loads((tmp_path / "j.json").read_text())["payloads"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "truncated or not a prism journal"),
+        ('{"schema": 1, "rank"', "truncated or not a prism journal"),
+        ("[1, 2]", "truncated or not a prism journal"),
+        ('{"schema": 1, "rank": 0, "payloads": ["%%"], "entries": {}}', "truncated or not a prism journal"),
+        ('{"schema": 1, "rank": 0, "payloads": [], "entries": {"a": [[1, 0, 5]]}}', "bad entry"),
+        (f'{{"schema": {SCHEMA + 1}, "rank": 0}}', "schema 2"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "journal.json"
+    path.write_text(content)
+    with pytest.raises(FileFormatError, match=message):
+        Journal(make_spec(journals=(str(path),)))
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match="cannot be read"):
+        Journal(make_spec(journals=(str(tmp_path / "none.json"),)))
+
+
+def test_saving_leaves_no_temporary_file(tmp_path: Path) -> None:
+    Journal(make_spec()).save(tmp_path / "journal.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["journal.json"]
