@@ -269,9 +269,9 @@ def _with_values(
     """Run the plan; give its outputs real values when every input has them, else mark them synthesized."""
 
     def run(args: list[Any]) -> Sequence[Any]:
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        # The plan frees its inputs as it goes (``args`` is consumed), so only mutated ones are held here.
         changed = [args[i] for i in mutated]
-        if any(is_synthesized(t) for t in tensors):
+        if any(isinstance(a, torch.Tensor) and is_synthesized(a) for a in args):
             outputs = call(args)
             for tensor in (*changed, *outputs):
                 if isinstance(tensor, torch.Tensor) and is_virtual(tensor):
