@@ -13,7 +13,8 @@ What readers are strict about, and what is done here:
   their kernels, and overlapping work of one communicator gets a second track.
 * pids differ between ranks, so traces of several ranks can be opened together.
 
-Times on the host track are those of the simulator's host lane: an op lasts from the previous launch to its own.
+Times on the host track are those of the simulator's host lane: an op lasts from when the host turns to it until it
+is launched.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from prism_plugins.costs.base import Price
 from prism_plugins.emit import trace_names as names
 from prism_plugins.emit.files import replaced_file
 from prism_plugins.emit.memory_curve import allocated_curve
-from prism_plugins.emit.spans import DeviceSpans, SpanKind, comm_group_of_lane, device_spans
+from prism_plugins.emit.spans import DeviceSpans, SpanKind, communicator_of_lane, device_spans
 from prism_plugins.emit.trace_layout import SYNC_NAMES, HostTimes, Tracks, whole_microseconds
 from prism_plugins.program.model import EventFlag, EventKind, OpSignature, Program
 from prism_plugins.program.slices import GpuFacts
@@ -83,7 +84,7 @@ def trace_events(program: Program, times: OpTimes, context: TraceContext) -> Ite
     spans = device_spans(program, times)
     tracks = Tracks(spans)
     start_us, end_us = whole_microseconds(spans, tracks.tid)
-    host = HostTimes(program, times)
+    host = HostTimes(program, times, iteration_time_ns=context.iteration_time_ns)
     yield from _metadata(program, context, tracks)
     yield from _steps(program, context, host, end_us)
     yield from _phases(program, spans, tracks, start_us, end_us, host)
@@ -148,14 +149,14 @@ def _metadata(program: Program, context: TraceContext, tracks: Tracks) -> Iterat
     yield entry("process_labels", gpu, 0, {"labels": f"GPU {rank % context.gpus_per_node}"})
     yield entry("process_sort_index", gpu, 0, {"sort_index": 2 * rank + 1})
     for tid, (lane, k) in sorted(tracks.label.items()):
-        group = comm_group_of_lane(lane)
-        if group >= 0:
-            info = program.groups[group]
-            what = f"nccl {info.desc or info.name} {names.ranks_text(info.ranks)}" + (
-                f" #{k + 1}" if k else ""
-            )
-        else:
+        communicator = communicator_of_lane(program, lane)
+        if communicator is None:
             what = "default" if lane == 0 else f"side {lane}"
+        else:
+            info = communicator.group
+            what = f"nccl {info.desc or info.name} {names.ranks_text(info.ranks)}"
+            what += f" with rank {communicator.peer}" if communicator.peer >= 0 else ""
+        what += f" #{k + 1}" if k else ""
         yield entry("thread_name", gpu, tid, {"name": f"stream {tid} {what}"})
         yield entry("thread_sort_index", gpu, tid, {"sort_index": tid})
 
@@ -165,7 +166,7 @@ def _steps(program: Program, context: TraceContext, host: HostTimes, end_us: np.
     last = max(
         int(np.ceil(context.iteration_time_ns / 1e3)),
         int(end_us.max(initial=0)),
-        int(host.at[-1]) + 1 if len(host.at) else 0,
+        int(host.end[-1]) + 1 if len(host.end) else 0,
     )
     for number, (ts, dur) in enumerate(((0, last), (last, 1))):
         yield json.dumps(
@@ -193,7 +194,7 @@ def _phases(
     compute = np.flatnonzero(spans.kind != SpanKind.COMMUNICATION)
     for phase, begin, end in program.iter_phases():
         name = json.dumps(names.phase_name(phase))
-        ts, stop = int(host.at[begin]), int(host.at[end])
+        ts, stop = int(host.begin[begin]), int(host.end[end])
         yield template % (
             '"user_annotation"', name, CPU_PID_BASE + program.rank, MAIN_THREAD, ts, stop - ts
         )  # fmt: skip
@@ -219,12 +220,11 @@ def _kernels(
     events = program.events
     refs = events["ref"][spans.row].tolist()
     wait_us = np.rint((spans.transfer_start_ns - spans.start_ns) / 1e3).astype(np.int64).tolist()
-    since = host.since[spans.row]
-    at = host.at[spans.row]
-    launch = np.maximum(since, at - _LAUNCH_US)
+    begin_us, issued_us = host.begin[spans.row], host.end[spans.row]
+    launch_us = np.maximum(begin_us, issued_us - _LAUNCH_US)
     columns = zip(
         refs, spans.kind.tolist(), tracks.tid.tolist(), start_us.tolist(), (end_us - start_us).tolist(),
-        since.tolist(), at.tolist(), launch.tolist(), wait_us, strict=True,
+        begin_us.tolist(), issued_us.tolist(), launch_us.tolist(), wait_us, strict=True,
     )  # fmt: skip
     for i, (ref, kind, tid, start, length, begin, issued, launched, wait) in enumerate(columns):
         correlation = FIRST_CORRELATION + i
@@ -345,14 +345,14 @@ def _syncs(program: Program, host: HostTimes) -> Iterator[str]:
             {
                 "ph": "X", "cat": "cuda_runtime", "name": SYNC_NAMES[EventKind(program.events["kind"][row])],
                 "pid": CPU_PID_BASE + program.rank, "tid": MAIN_THREAD,
-                "ts": int(host.at[row]), "dur": int(host.sync_end[row] - host.at[row]), "args": args,
+                "ts": int(host.begin[row]), "dur": int(host.end[row] - host.begin[row]), "args": args,
             }
         )  # fmt: skip
 
 
 def _memory(program: Program, host: HostTimes) -> Iterator[str]:
     """Allocated memory over the host's time, as a counter."""
-    for ts, nbytes in allocated_curve(program, host.at):
+    for ts, nbytes in allocated_curve(program, host.begin):
         yield json.dumps(
             {
                 "ph": "C", "name": "allocated memory", "pid": CPU_PID_BASE + program.rank, "tid": MAIN_THREAD,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from prism_plugins.emit.spans import comm_group_of_lane
+from prism_plugins.emit.spans import communicator_of_lane
 from prism_plugins.emit.trace_names import op_name, phase_name
 from prism_plugins.program.model import CommSignature, EventFlag, EventKind, OpSignature, Program
 from prism_plugins.simulate.timeline import OpTimes
@@ -20,7 +20,7 @@ class OpRow(msgspec.Struct, frozen=True, kw_only=True):
     """Row of the program's events."""
     phase: str
     stream: str
-    """CUDA stream number, or ``nccl:<process group name>``."""
+    """CUDA stream number, or ``nccl:<process group name>``, with ``:<peer>`` for the communicator of a pair."""
     kind: str
     """``kernel`` or ``comm``."""
     name: str
@@ -60,21 +60,17 @@ def op_rows(program: Program, times: OpTimes, *, only_comm: bool = False, phase:
         wanted &= keep[phase_of_row]
     op_fields = [_op_fields(signature) for signature in program.signatures]
     comm_fields = [_comm_fields(signature, program) for signature in program.comms]
+    lane_names = {lane: _lane_name(program, lane) for lane in np.unique(times.lane).tolist()}
     for row in np.flatnonzero(wanted).tolist():
-        _, flags, stream, ref, value = events[row].tolist()
+        _, flags, _, ref, value = events[row].tolist()
         is_comm = kinds[row] == EventKind.COMM
         lane = int(times.lane[row])
         start, end = float(times.start_ns[row]), float(times.end_ns[row])
-        where = (
-            f"nccl:{program.groups[comm_group_of_lane(lane)].name}"
-            if comm_group_of_lane(lane) >= 0
-            else str(stream)
-        )
         extra = {"is_async": bool(flags & EventFlag.ASYNC), "work": value} if is_comm else {}
         yield OpRow(
             index=row,
             phase=phase_names[int(phase_of_row[row])],
-            stream=where,
+            stream=lane_names[lane],
             start_us=round(start / 1e3, 3),
             duration_us=round((end - start) / 1e3, 3),
             wait_us=round((float(times.transfer_start_ns[row]) - start) / 1e3, 3) if is_comm else 0.0,
@@ -86,6 +82,13 @@ def op_rows(program: Program, times: OpTimes, *, only_comm: bool = False, phase:
 def matching_phases(program: Program, phase: str) -> bool:
     """Whether any phase of the program has this text in its name."""
     return any(phase.lower() in phase_name(p).lower() for p in program.phases)
+
+
+def _lane_name(program: Program, lane: int) -> str:
+    communicator = communicator_of_lane(program, lane)
+    if communicator is None:
+        return str(lane)
+    return f"nccl:{communicator.group.name}" + (f":{communicator.peer}" if communicator.peer >= 0 else "")
 
 
 def _phase_of_row(program: Program) -> np.ndarray:

@@ -11,7 +11,7 @@ import enum
 import msgspec
 import numpy as np
 
-from prism_plugins.program.model import EventKind, OpSignature, Program
+from prism_plugins.program.model import EventKind, GroupInfo, OpSignature, Program
 from prism_plugins.simulate.timeline import COMM_LANE, OpTimes
 
 
@@ -130,9 +130,24 @@ def memory_op_name(signature: OpSignature) -> str | None:
     return None
 
 
-def comm_group_of_lane(lane: int) -> int:
-    """Index of the group a communication lane belongs to, or -1 for a compute stream."""
-    return lane - COMM_LANE if lane >= COMM_LANE else -1
+class Communicator(msgspec.Struct, frozen=True):
+    """What a communication lane stands for."""
+
+    group: GroupInfo
+    peer: int = -1
+    """Global rank of the other side where NCCL keeps a communicator of the pair (uncoalesced send and receive)."""
+
+
+def communicator_of_lane(program: Program, lane: int) -> Communicator | None:
+    """The communicator of a lane, or None for a CUDA stream.
+
+    Lanes are ``COMM_LANE + group`` and, for pairs, ``COMM_LANE + num_groups * (1 + peer) + group``.
+    """
+    if lane < COMM_LANE:
+        return None
+    pair, index = divmod(lane - COMM_LANE, len(program.groups))
+    group = program.groups[index]
+    return Communicator(group, group.ranks[pair - 1]) if pair else Communicator(group)
 
 
 def _union(start: np.ndarray, end: np.ndarray) -> float:

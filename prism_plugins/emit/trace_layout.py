@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from prism_plugins.emit.spans import DeviceSpans, comm_group_of_lane
+from prism_plugins.emit.spans import DeviceSpans
 from prism_plugins.program.model import EventKind, Program
-from prism_plugins.simulate.timeline import OpTimes
+from prism_plugins.simulate.timeline import COMM_LANE, OpTimes
 
 DEFAULT_STREAM_TID = 7
 """CUPTI's number of the legacy default stream in a PyTorch process; HTA ignores kernels on stream 0."""
@@ -34,9 +34,8 @@ class Tracks:
 
 
 def _lane_tid(lane: int) -> int:
-    group = comm_group_of_lane(lane)
-    if group >= 0:
-        return 10_000 + 100 * group
+    if lane >= COMM_LANE:
+        return 10_000 + 10 * (lane - COMM_LANE)
     return DEFAULT_STREAM_TID if lane == 0 else 100 + 100 * lane
 
 
@@ -80,16 +79,11 @@ def whole_microseconds(spans: DeviceSpans, tid: np.ndarray) -> tuple[np.ndarray,
 
 
 class HostTimes:
-    """Whole-microsecond host times of every row: issued at ``at[i]``, worked on since ``since[i]``."""
+    """Whole-microsecond host times: the host works on row i, or is blocked by it, from ``begin[i]`` to ``end[i]``."""
 
-    def __init__(self, program: Program, times: OpTimes):
-        self.at = np.floor(times.host_ns / 1e3).astype(np.int64)
-        self.at = np.maximum.accumulate(self.at)
-        self.since = np.concatenate(([0], self.at[:-1]))
-        is_sync = np.isin(program.events["kind"], [int(kind) for kind in SYNC_NAMES])
-        self.sync_rows = np.flatnonzero(is_sync)
-        returned = np.floor(times.end_ns / 1e3).astype(np.int64)
-        following = np.append(self.at[1:], self.at[-1:])
-        self.sync_end = np.clip(returned, self.at, following)
-        after = self.sync_rows[self.sync_rows + 1 < len(self.at)]
-        self.since[after + 1] = np.minimum(self.sync_end[after], self.at[after + 1])
+    def __init__(self, program: Program, times: OpTimes, *, iteration_time_ns: float):
+        self.begin = np.maximum.accumulate(np.floor(times.host_ns / 1e3).astype(np.int64))
+        last = max(int(iteration_time_ns // 1e3), int(self.begin[-1])) if len(self.begin) else 0
+        is_waiting = np.isin(program.events["kind"][-1:], list(SYNC_NAMES))
+        self.end = np.append(self.begin[1:], last if is_waiting.any() else self.begin[-1:])
+        self.sync_rows = np.flatnonzero(np.isin(program.events["kind"], [int(kind) for kind in SYNC_NAMES]))

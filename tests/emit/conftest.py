@@ -181,9 +181,9 @@ def make_times(program, *, host_op_ns=6_000.0):
     host, ready, work_end, work_start = 0.0, {}, {}, {}
     for i, event in enumerate(program.events.tolist()):
         kind, flags, stream, ref, value = event
+        host_at[i] = start[i] = end[i] = transfer[i] = host
         if kind in (EventKind.KERNEL, EventKind.COMM):
             host += host_op_ns
-        host_at[i] = start[i] = end[i] = transfer[i] = host
         lane[i] = stream
         if kind == EventKind.KERNEL:
             start[i] = max(host, ready.get(stream, 0.0))
@@ -204,7 +204,6 @@ def make_times(program, *, host_op_ns=6_000.0):
             ready[stream] = max(ready.get(stream, 0.0), work_end[ref])
         elif kind == EventKind.STREAM_SYNC:
             host = max(host, ready.get(stream, 0.0))
-            end[i] = host
     return OpTimes(host_ns=host_at, start_ns=start, end_ns=end, transfer_start_ns=transfer, lane=lane)
 
 
