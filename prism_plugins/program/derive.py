@@ -13,6 +13,7 @@ once and in order.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -107,10 +108,13 @@ class CapturedStage:
             if not segments.is_loose(2 * i + 1)
         }
         self._templates: dict[UnitClass, dict[_Context, list[_Template]]] = {}
+        self._exceptions: dict[_Context, list[_Template]] = {}
+        exceptions = set(names.units_without_release())
         for unit in range(timetable.num_units):
             if segments.is_loose(unit):
                 of_class = self._templates.setdefault(timetable.unit_class(unit), {})
-                of_class.setdefault(_context(unit, timetable), []).append(_Template(unit, segments, names))
+                where = self._exceptions if unit in exceptions else of_class
+                where.setdefault(_context(unit, timetable), []).append(_Template(unit, segments, names))
 
     def derive(self, schedule: Sequence[Phase]) -> Program:
         """The program of a stage with another schedule. Groups, peers and rank stay those of the captured program:
@@ -122,7 +126,8 @@ class CapturedStage:
         phases = _replace_schedule(self._segments.timetable.phases, self._schedule, schedule)
         timetable = Timetable(phases)
         fresh = _fresh_ids(program.events)
-        events = np.concatenate([self._unit(unit, timetable, fresh) for unit in range(timetable.num_units)])
+        units = [self._unit(unit, timetable, fresh) for unit in range(timetable.num_units)]
+        events = np.concatenate(self._without_surplus(units))
         _check_same_work(program.events, events)
         table = list(dict.fromkeys([*program.phases, *phases]))
         index = {phase: i for i, phase in enumerate(table)}
@@ -139,9 +144,12 @@ class CapturedStage:
             source="derived",
         )
 
-    def _unit(self, unit: int, timetable: Timetable, fresh: dict[TokenKind, int]) -> np.ndarray:
+    def _unit(
+        self, unit: int, timetable: Timetable, fresh: dict[TokenKind, int]
+    ) -> tuple[np.ndarray, list[tuple[int, TokenKey]]]:
+        """Events of a unit, and the rows of tokens that were found by walking back."""
         if unit % 2 and timetable.phases[unit // 2] in self._fixed:
-            return self._fixed[timetable.phases[unit // 2]]
+            return self._fixed[timetable.phases[unit // 2]], []
         template = self._template(unit, timetable)
         events = template.events.copy()
         for key, rows in template.local.items():
@@ -155,35 +163,54 @@ class CapturedStage:
                     raise CannotDeriveError(f"{name_unit(timetable.unit_class(unit))} lacks {owner.name}")
                 key = self._names.token(self._names.role(key), micro_batch)
             _set_token(events, rows, key[0], key[1])
+        found: list[tuple[int, TokenKey]] = []
+        same_unit = template.identity == timetable.unit_identity(unit)
         for need in template.needs:
             key = need.token
-            micro_batch = None if need.way is None else way_back(need.way, unit, timetable)
-            if micro_batch is not None:
+            if need.way is not None and not same_unit:
+                micro_batch = way_back(need.way, unit, timetable)
+                if micro_batch is None:
+                    raise CannotDeriveError(
+                        f"{name_unit(timetable.unit_class(unit))} needs something that is not made on the way there"
+                    )
                 key = self._names.token(need.role, micro_batch)
-            elif need.way is not None and template.identity != timetable.unit_identity(unit):
-                raise CannotDeriveError(
-                    f"{name_unit(timetable.unit_class(unit))} needs something that is not made on the way there"
-                )
+                found.append((need.row, key))
             _set_token(events, [need.row], key[0], key[1])
-        return events
+        return events, found
+
+    def _without_surplus(
+        self, units: list[tuple[np.ndarray, list[tuple[int, TokenKey]]]]
+    ) -> list[np.ndarray]:
+        """Drop releases found by walking back of tokens that are released in a unit the stages share.
+
+        A variable that outlives its step (the last output, until the scheduler returns) makes an exception to
+        where such tokens are released otherwise.
+        """
+        times = Counter(
+            token_key(event)
+            for events, _ in units
+            for event in events[events["kind"] == EventKind.FREE].tolist()
+        )
+        kept = []
+        for events, found in units:
+            surplus = [row for row, key in found if events["kind"][row] == EventKind.FREE and times[key] > 1]
+            kept.append(np.delete(events, surplus) if surplus else events)
+        return kept
 
     def _template(self, unit: int, timetable: Timetable) -> _Template:
-        """The captured unit whose surroundings are most alike: as far back as possible, then as far ahead."""
+        """The captured unit to copy: the very same one in the same surroundings, else that whose surroundings are
+        most alike, as far back as possible, then as far ahead."""
         unit_class = timetable.unit_class(unit)
         known = self._templates.get(unit_class)
         if not known:
             raise CannotDeriveError(f"the captured stage has nothing like {name_unit(unit_class)}")
-        context = _context(unit, timetable)
-        if context in known:
-            found = known[context]
-        else:
-            likeness = {other: _likeness(context, other) for other in known}
-            best = max(likeness.values())
-            found = [t for other, templates in known.items() if likeness[other] == best for t in templates]
-        identity = timetable.unit_identity(unit)
-        for template in found:
+        context, identity = _context(unit, timetable), timetable.unit_identity(unit)
+        for template in (*known.get(context, ()), *self._exceptions.get(context, ())):
             if template.identity == identity:
                 return template
+        likeness = {other: _likeness(context, other) for other in known}
+        best = max(likeness.values())
+        found = [t for other, templates in known.items() if likeness[other] == best for t in templates]
         if any(template.shape != found[0].shape for template in found):
             raise CannotDeriveError(f"{name_unit(unit_class)} does not always do the same")
         return found[0]

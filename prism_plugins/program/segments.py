@@ -9,6 +9,7 @@ are only ever copied whole. The others, gaps and p2p phases, are *loose*: anothe
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 
@@ -67,6 +68,14 @@ class Timetable:
         self._micro_batch_of = {
             part: (p.microbatch, p.chunk) for p in self.phases if is_bound(p) for part in p.parts
         }
+        self._phases_of_name: dict[str, list[int]] = {}
+        for i, phase in enumerate(self.phases):
+            for name, _ in phase.parts:
+                self._phases_of_name.setdefault(name, []).append(i)
+        self.step_names = tuple(
+            dict.fromkeys(name for p in self.phases if is_bound(p) for name, _ in p.parts)
+        )
+        """Names of the parts that are steps themselves: forward, backward."""
         self.phases_of: dict[MicroBatch, list[int]] = {}
         """Indices of the phases that work on a micro-batch (compute it, receive or send it), ascending."""
         for i, phase in enumerate(self.phases):
@@ -94,6 +103,15 @@ class Timetable:
             if is_bound(self.phases[phase]) or self.micro_batch(part) == micro_batch:
                 return part[0]
         return self.phases[phase].kind
+
+    def nearest_part(self, name: str, unit: int, *, ahead: bool) -> int | None:
+        """Ordinal of the part of this name in the nearest phase at or before a unit, or after it."""
+        phases = self._phases_of_name.get(name, ())
+        at = bisect_right(phases, (unit - 1) // 2)
+        at = at if ahead else at - 1
+        if not 0 <= at < len(phases):
+            return None
+        return next(k for n, k in self.phases[phases[at]].parts if n == name)
 
     @property
     def num_units(self) -> int:

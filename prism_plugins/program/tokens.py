@@ -7,7 +7,9 @@ the fewest and shortest *ways*. A way leads from the last phase that worked on t
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from prism_plugins.errors import CannotDeriveError
@@ -36,24 +38,19 @@ class TokenType(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """Whose a token made in a loose unit is: the micro-batch of a neighbouring part, or of its predecessor or
-    successor (an output may be shrunk only after the next input has arrived)."""
+    """Whose a token made in a loose unit is: the micro-batch of the nearest part of this name, or of its
+    predecessor or successor (an output may be shrunk only after the next input has arrived)."""
 
-    side: int
-    """0: the phase itself or the one before the gap; 1: the one after the gap."""
+    ahead: bool
+    """Look at the phases after the unit instead of at itself and those before it."""
     name: str
     shift: int = 0
     """Added to the part's ordinal."""
 
     def micro_batch(self, unit: int, timetable: Timetable) -> MicroBatch | None:
         """The owner's micro-batch where the token is made in ``unit``."""
-        i = unit // 2 if unit % 2 else unit // 2 - 1 + self.side
-        if not 0 <= i < len(timetable.phases):
-            return None
-        for name, ordinal in timetable.phases[i].parts:
-            if name == self.name:
-                return timetable.micro_batch((name, ordinal + self.shift))
-        return None
+        ordinal = timetable.nearest_part(self.name, unit, ahead=self.ahead)
+        return None if ordinal is None else timetable.micro_batch((self.name, ordinal + self.shift))
 
 
 class Way(NamedTuple):
@@ -63,6 +60,10 @@ class Way(NamedTuple):
     """Name of the part that ties that phase to the micro-batch."""
     classes: tuple[PhaseClass, ...]
     """From that phase up to the unit."""
+
+
+_SAMPLE = 24
+"""Tokens of a type whose ways are looked at to choose its owner."""
 
 
 class TokenNames:
@@ -102,6 +103,32 @@ class TokenNames:
                 f"the captured stage makes no {role[0].name.lower()} like one that is needed"
             )
         return key
+
+    def units_without_release(self) -> Iterator[int]:
+        """Loose units where a token would be needed as others of its role are, if it did not outlive the schedule.
+
+        The scheduler's variables keep the last output until it returns; the unit in which that output would go
+        otherwise is an exception and no model for others.
+        """
+        end = 2 * max((phases[-1] for phases in self._timetable.phases_of.values()), default=0) + 1
+        ways: dict[Role, set[Way]] = {}
+        outliving: list[tuple[Role, MicroBatch]] = []
+        for key, token in self._tokens.items():
+            micro_batch = self._micro_batch[key]
+            if micro_batch is None:
+                continue
+            for event in token.uses:
+                unit = self._segments.unit_of(event)
+                if unit > end:
+                    outliving.append((self.role(key), micro_batch))
+                elif self._segments.is_loose(unit):
+                    way = way_to(unit, micro_batch, self._timetable)
+                    ways.setdefault(self.role(key), set()).add(way)
+        for role, micro_batch in outliving:
+            for start, way in itertools.product(self._timetable.phases_of[micro_batch], ways.get(role, ())):
+                for unit in (2 * (start + len(way.classes)) - 1, 2 * (start + len(way.classes))):
+                    if unit <= end and way_to(unit, micro_batch, self._timetable) == way:
+                        yield unit
 
     def _is_local(self, key: TokenKey, token: Token) -> bool:
         unit = self._unit[key]
@@ -151,12 +178,17 @@ class TokenNames:
         unit = self._unit[example]
         if unit < 0 or BOUNDARY in type_.unit_class or not self._segments.is_loose(unit):
             return [None]
-        names = [(side, name) for side, cls in enumerate(type_.unit_class) for name in cls[1]]
         if len(type_.unit_class) == 1:
-            # What a p2p phase allocates is for what it receives.
-            received = [n for n in names if n[1].startswith("recv") and type_.kind == TokenKind.ALLOCATION]
-            return [Owner(side, name) for side, name in received or names] or [None]
-        return [Owner(side, name, shift) for shift in (0, 1, -1) for side, name in names] or [None]
+            names = type_.unit_class[0][1]
+            received = [name for name in names if name.startswith("recv")]
+            if type_.kind == TokenKind.ALLOCATION and received:
+                # A p2p phase allocates what it receives, in the order of its parts.
+                return [Owner(False, received[min(type_.ordinal, len(received) - 1)])]
+            return [Owner(False, name) for name in names] or [None]
+        beside = [(bool(side), name) for side, cls in enumerate(type_.unit_class) for name in cls[1]]
+        candidates = [Owner(ahead, name, shift) for shift in (0, 1, -1) for ahead, name in beside]
+        candidates += [Owner(False, name) for name in self._timetable.step_names]
+        return list(dict.fromkeys(candidates)) or [None]
 
     def _explain(
         self, type_: TokenType, keys: list[TokenKey]
@@ -167,6 +199,7 @@ class TokenNames:
         ways: set[Way] = set()
         micro_batches: dict[TokenKey, MicroBatch | None] = {}
         names: set[tuple[Role, MicroBatch | None]] = set()
+        sample = set(keys[:: 1 + len(keys) // _SAMPLE]) | set(keys[-2:])
         for key in keys:
             unit = self._unit[key]
             micro_batch = self._made_for(unit) if owner is None else owner.micro_batch(unit, self._timetable)
@@ -178,6 +211,8 @@ class TokenNames:
             names.add(name)
             micro_batches[key] = micro_batch
             if micro_batch is None:
+                continue
+            if key not in sample:
                 continue
             for event in self._tokens[key].uses:
                 way = way_to(self._segments.unit_of(event), micro_batch, self._timetable)
