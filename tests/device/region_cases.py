@@ -185,8 +185,8 @@ def requested(which: str) -> int:
 def measure(case: Case, compiled: Callable, *, warmup: int = 2) -> dict[str, int]:
     """Requested bytes relative to before the call: live after forward, peak of forward, and the same of backward."""
     for _ in range(warmup + 1):
-        inputs = make_inputs(case)
         gc.collect()  # compiling leaves tensors in reference cycles
+        inputs = make_inputs(case)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = requested("current")
