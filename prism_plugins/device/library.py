@@ -6,7 +6,7 @@ Calls keep the GIL (``ctypes.PyDLL``): every function here returns in well under
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 from prism_plugins.errors import PrismError
@@ -42,6 +42,8 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "storage_state": (c_int, (c_void_p,)),
     "set_synthesized": (None, (c_void_p, c_int)),
     "set_category": (None, (c_void_p, c_int)),
+    "resize_storage": (None, (c_void_p, c_size_t)),
+    "elapsed_ms": (c_double, (c_void_p, c_void_p)),
     "counters": (None, (POINTER(c_int64),)),
     "tally": (c_size_t, (c_int, c_char_p, c_size_t)),
 }

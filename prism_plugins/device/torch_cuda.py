@@ -20,6 +20,7 @@ import torch.utils._triton
 import torch.utils.data
 
 from prism_plugins.device.bindings import CUDA_VERSION, DeviceProperties, Nvtx, bindings, cudart
+from prism_plugins.device.library import call
 from prism_plugins.device.loaders import dataloader_init, guard_cpp_extension
 from prism_plugins.device.memory import memory_counts
 from prism_plugins.integration import SliceContext
@@ -90,6 +91,8 @@ def replacements(context: SliceContext) -> list[Replacement]:
             dataloader_init(context),
             "worker processes would inherit the slice; data is loaded in the process",
         ),
+        Replacement(torch.UntypedStorage, "resize_", _resize_storage, "compiled without the CUDA branch"),
+        Replacement(torch.UntypedStorage, "__new__", _new_storage, "does not know CUDA in a CPU build"),
         *(
             Replacement(cuda, name, _legacy_type(name, dtype), "its constructor refuses in a CPU build")
             for name, dtype in LEGACY_TYPES.items()
@@ -156,6 +159,26 @@ def _legacy_type(name: str, dtype: torch.dtype) -> type:
         return torch.empty(arguments or (0,), dtype=dtype, device="cuda")
 
     return Meta(name, (), {"__new__": new, "__module__": "torch.cuda", "dtype": dtype, "is_cuda": True})
+
+
+_storage_resize = torch.UntypedStorage.resize_
+_storage_new = torch.UntypedStorage.__new__
+
+
+def _resize_storage(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    if self.device.type != "cuda":
+        return _storage_resize(self, size)
+    with torch.cuda.device(self.device):
+        call("resize_storage", self._cdata, size)
+    return self
+
+
+def _new_storage(cls: type, *arguments: Any, device: Any = None, **options: Any) -> torch.UntypedStorage:
+    if device is None or torch.device(device).type != "cuda":
+        return _storage_new(cls, *arguments, **({} if device is None else {"device": device}), **options)
+    if arguments and not isinstance(arguments[0], int):
+        return torch.tensor(arguments[0], dtype=torch.uint8, device=device).untyped_storage()
+    return torch.empty(arguments[0] if arguments else 0, dtype=torch.uint8, device=device).untyped_storage()
 
 
 def _index(device: Any) -> int:

@@ -1,11 +1,8 @@
 #include "fallback.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/bernoulli.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/masked_fill.h>
-#include <ATen/ops/mul.h>
 #include <ATen/ops/nonzero.h>
 
 #include <unordered_map>
@@ -490,15 +487,7 @@ void resize_tensor(const Tensor& t, at::IntArrayRef sizes, at::OptionalIntArrayR
   for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
   size_t need = t.numel() == 0 ? 0 : static_cast<size_t>((t.storage_offset() + last + 1) * t.itemsize());
   auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  if (need <= storage->nbytes()) return;
-  auto* old = allocation_of(storage);
-  auto data = device_allocator()->allocate(need);
-  if (old && old->real && !is_fake_pointer(data.get())) {
-    std::memcpy(data.get(), old->ptr, old->nbytes);
-    static_cast<Allocation*>(data.get_context())->synthesized = old->synthesized.load();
-  }
-  storage->set_data_ptr_noswap(std::move(data));
-  storage->set_nbytes(need);
+  if (need > storage->nbytes()) resize_storage(storage, need);
 }
 
 void run_op(const OpPlan& plan, Stack* stack) {

@@ -115,6 +115,17 @@ void prism_set_category(const void* storage, int category) {
   if (auto* a = allocation_behind(storage)) a->category = static_cast<uint8_t>(category);
 }
 
+// UntypedStorage.resize_, which CPU builds refuse for CUDA storages.
+void prism_resize_storage(void* storage, size_t nbytes) {
+  resize_storage(static_cast<c10::StorageImpl*>(storage), nbytes);
+}
+// Host time between the records of two events (torch.Event.event_id), ms.
+double prism_elapsed_ms(const void* from, const void* to) {
+  return static_cast<double>(static_cast<const DeviceEvent*>(to)->time_ns -
+                             static_cast<const DeviceEvent*>(from)->time_ns) *
+         1e-6;
+}
+
 // ops, computed, cache hits, cache misses, cache size, delayed reuse, timed records, ns in them.
 void prism_counters(int64_t* out) {
   auto& c = counters();

@@ -79,6 +79,17 @@ Tensor from_cpu(const Tensor& cpu, bool synthesized) {
   return r;
 }
 
+void resize_storage(c10::StorageImpl* storage, size_t nbytes) {
+  auto* old = allocation_of(storage);
+  auto data = device_allocator()->allocate(nbytes);
+  if (old && old->real && nbytes > 0 && !is_fake_pointer(data.get())) {
+    std::memcpy(data.get(), old->ptr, std::min(nbytes, old->nbytes));
+    static_cast<Allocation*>(data.get_context())->synthesized = old->synthesized.load();
+  }
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(nbytes);
+}
+
 void fill_plausible_raw(void* p, size_t nbytes, at::ScalarType dtype) {
   auto fill = [&](auto one) {
     auto* begin = static_cast<decltype(one)*>(p);

@@ -29,6 +29,9 @@ at::Tensor new_contiguous(at::IntArrayRef sizes, at::ScalarType dtype);
 // A virtual tensor with the values of a CPU tensor (as far as its memory is real).
 at::Tensor from_cpu(const at::Tensor& cpu, bool synthesized);
 
+// Changes the bytes behind a storage, keeping the values that fit.
+void resize_storage(c10::StorageImpl* storage, size_t nbytes);
+
 // The policy for values nobody computed: ones for floating point and complex, zero (false) for the rest. Finite,
 // and neither divides by zero nor stops a loop that waits for a norm.
 void fill_plausible(const at::Tensor& t);
