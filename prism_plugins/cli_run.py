@@ -39,6 +39,10 @@ def open_run(text: str) -> RunDir:
 
 def check_finished(rundir: RunDir, info: RunInfo) -> None:
     """Raise :class:`PrismError` for a run that did not come to a prediction."""
+    if info.status == "running":
+        raise PrismError(
+            f"the run in {rundir.path} is still going on, or was killed; start it again to finish it"
+        )
     if info.status != "ok":
         raise PrismError(
             f"the run in {rundir.path} has no prediction (status: {info.status}); start it again to finish it"

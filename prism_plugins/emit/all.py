@@ -63,7 +63,8 @@ def written_files(rundir: RunDir) -> list[tuple[str, str]]:
     if traced:
         files.append(("traces", f"{_shown(rundir.kineto)} (ranks {format_ranks(traced, max_runs=8)})"))
     run = _shown(rundir.path)
-    files.append(("any rank", f"prism ops {run} --rank R    prism trace {run} --ranks R"))
+    files.append(("any rank", f"prism ops {run} --rank R"))
+    files.append(("", f"prism trace {run} --ranks R,…"))
     return files
 
 

@@ -96,12 +96,13 @@ def _title(p: Prediction) -> Text:
     layout = " · ".join(
         f"{name} {p.layout[name]}"
         for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
-        if p.layout.get(name, 1) > 1 or name in ("tp", "pp", "dp")
+        if name in ("tp", "pp", "dp")
+        or (p.layout.get(name, 1) > 1 and (name != "etp" or p.layout.get("ep", 1) > 1))
     )
     return Text.assemble(
         ("prism prediction", "bold"),
-        f" · {p.framework} · {p.world_size:,} ranks ({layout}), {p.num_microbatches} micro-batches · {p.cluster}"
-        f" · {p.device} device",
+        f" · {p.framework} · {p.world_size:,} ranks ({layout}) · {p.num_microbatches} micro-batches · {p.cluster}"
+        f" · device {p.device}",
     )
 
 
@@ -168,24 +169,30 @@ def _memory(p: Prediction) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+
+    def add(name: str, num_bytes: float, style: str = "") -> None:
+        share = num_bytes / max(worst.capacity_bytes, 1)
+        table.add_row(name, gib(num_bytes), "▇" * round(_BAR_CELLS * min(share, 2)), style=style)
+
+    add("peak allocated", worst.peak_allocated_bytes, "bold")
     for name, value in sorted(worst.by_category.items(), key=lambda item: -item[1]):
         if value:
-            table.add_row(name.replace("_", " "), gib(value))
-    outside = worst.device_used_bytes - worst.peak_reserved_bytes
-    table.add_row("peak allocated", gib(worst.peak_allocated_bytes), style="bold")
-    table.add_row("peak reserved", gib(worst.peak_reserved_bytes))
-    table.add_row("outside torch (context, NCCL, cuBLAS)", gib(outside))
-    table.add_row("used of the device", gib(worst.device_used_bytes), style="bold")
-    table.add_row("capacity", gib(worst.capacity_bytes))
-    least = min(m.device_used_bytes for m in p.memory)
+            add(f"  {name.replace('_', ' ')}", value)
+    add("peak reserved", worst.peak_reserved_bytes)
+    add("outside torch", worst.device_used_bytes - worst.peak_reserved_bytes)
+    add("used of the device", worst.device_used_bytes, "bold")
+    table.add_row("capacity", gib(worst.capacity_bytes), "▁" * _BAR_CELLS)
     where = f", peak in {worst.peak_phase}" if worst.peak_phase else ""
     head = Text(f"of {worst.name}, ranks {shorten_ranks(worst.ranks)}{where}")
-    tail = Text(
-        f"all {len(p.memory)} classes use {gib(least)} to {gib(worst.device_used_bytes)}"
-        if len(p.memory) > 1
-        else "all ranks alike"
-    )
-    return Group(head, table, tail)
+    return Group(head, table, Text(_spread(p.memory)))
+
+
+def _spread(memory: Sequence[ClassMemory]) -> str:
+    if len(memory) == 1:
+        return "all ranks alike"
+    used = [m.device_used_bytes for m in memory]
+    return f"all {len(memory)} classes use {gib(min(used))} to {gib(max(used))}"
 
 
 def _ranks(p: Prediction) -> Text:

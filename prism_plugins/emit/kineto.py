@@ -96,13 +96,14 @@ def trace_events(program: Program, times: OpTimes, context: TraceContext) -> Ite
 def _header(program: Program, context: TraceContext) -> str:
     """Everything before the events, on the first line."""
     device = program.rank % context.gpus_per_node
+    joined = [group for group in program.groups if program.rank in group.ranks]
     head: dict = {
         "schemaVersion": 1,
         "distributedInfo": {
             "backend": "nccl",
             "rank": program.rank,
             "world_size": context.world_size,
-            "pg_count": len(program.groups),
+            "pg_count": len(joined),
             "pg_config": [
                 {
                     "pg_name": group.name,
@@ -111,7 +112,7 @@ def _header(program: Program, context: TraceContext) -> str:
                     "pg_size": len(group.ranks),
                     "ranks": list(group.ranks[: names.MAX_LISTED_RANKS]),
                 }
-                for group in program.groups
+                for group in joined
             ],
         },
         "deviceProperties": [],

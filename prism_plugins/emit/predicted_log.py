@@ -11,10 +11,11 @@ from prism_plugins.rundir import write_bytes
 
 def log_text(lines: Sequence[str], prediction: Prediction) -> str:
     """The lines under a header that says what in them is predicted and what is synthesized."""
+    marked = ", marked *" if any("*" in line for line in lines) else ""
     header = (
         f"# {prediction.framework} log of {prediction.world_size} ranks on {prediction.cluster}, predicted by prism",
         f"# predicted: times, throughput, memory ({prediction.cost_model})",
-        "# synthesized: what training would compute (loss, gradient norm, learned scales); no model was trained",
+        f"# synthesized{marked}: what training would compute (loss, gradient norm, learned scales); no model was trained",
     )
     return "\n".join((*header, *lines)) + "\n"
 
