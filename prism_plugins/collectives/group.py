@@ -18,6 +18,7 @@ from prism_plugins.collectives.object_calls import ObjectCalls
 from prism_plugins.collectives.work import CompletedWork, VirtualWork
 
 _SUM = dist.ReduceOp.SUM
+_OP_NAMES = {op.value: name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
 
 class VirtualProcessGroup(ObjectCalls):
@@ -331,7 +332,7 @@ class VirtualProcessGroup(ObjectCalls):
 
     def _split_rows(self, tensor: Tensor, splits: Sequence[int] | None) -> Sequence[int]:
         rows = tensor.shape[0] if tensor.dim() else 1
-        if not splits:
+        if splits is None or len(splits) == 0:  # may be a numpy array
             if rows % self._size:
                 raise ValueError("Tensor's dim 0 does not divide equally across group size")
             return (rows // self._size,) * self._size
@@ -339,15 +340,15 @@ class VirtualProcessGroup(ObjectCalls):
             raise ValueError("Number of tensor splits not equal to group size")
         if sum(splits) != rows:
             raise ValueError("Split sizes doesn't match total dim 0 size")
-        return splits
+        return tuple(int(n) for n in splits)
 
 
 def _reduce_op(opts: Any) -> tuple[str, float | Tensor | None]:
     op = _SUM if opts is None else getattr(opts, "reduceOp", opts)
-    if type(op) is dist.ReduceOp.RedOpType:
-        return op.name, None
-    op, factor = op.__getstate__()
-    return op.name, factor
+    factor = None
+    if type(op) is not dist.ReduceOp.RedOpType:
+        op, factor = op.__getstate__()
+    return _OP_NAMES[op.value], factor
 
 
 def _as_list(tensors: Any) -> list[Tensor]:

@@ -346,10 +346,12 @@ def _backend_config(backend: str) -> Any:
 
 
 def _modules_holding(name: str, original: Any, target: Any) -> list[Any]:
+    """Python modules of torch that hold an object by this name. ``torch._C`` keeps its own: we use it."""
     return [
         module
         for module_name, module in list(sys.modules.items())
         if module_name.startswith("torch.")
+        and not module_name.startswith("torch._C")
         and module is not target
         and getattr(module, "__dict__", {}).get(name) is original
     ] + ([dist] if target is not dist and dist.__dict__.get(name) is original else [])

@@ -11,12 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from prism_plugins.device import tensors as _device
 from prism_plugins.program.model import DTYPE_BYTES
-
-try:
-    from prism_plugins.device import tensors as _device
-except ImportError:  # the device layer needs its C++ library; CPU tensors do without
-    _device = None
 
 DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES if hasattr(torch, name)}
 """torch dtype → the name used in :class:`~prism_plugins.program.model.CommSignature`."""

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from prism_plugins.device import library
+
 
 class CompletedWork(dist.Work):
     """The handle of a call that was synchronous: there is nothing left to wait for."""
@@ -84,7 +86,7 @@ class VirtualWork(CompletedWork):
 
     def wait(self, timeout: Any = None) -> bool:
         """Make the current stream wait for the call."""
-        stream = current_stream_id()
+        stream = _current_stream()
         if self._waited is None:
             self._waited = {stream}
         elif stream in self._waited:
@@ -145,10 +147,8 @@ def _completed_future(tensors: list[Tensor], kind: type = torch.futures.Future) 
     return future
 
 
-def current_stream_id() -> int:
+def _current_stream() -> int:
     """Id of the calling thread's current stream on the virtual device, 0 where there is none."""
-    return _stream_id()
-
-
-def _stream_id() -> int:
-    return 0
+    if not library.is_loaded():
+        return 0
+    return library.call("current_stream", library.call("get_device"))
