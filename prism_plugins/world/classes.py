@@ -43,7 +43,8 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
 def plan_representatives(facts: JobFacts) -> tuple[Representative, ...]:
     """The ranks to slice, rank 0 first, each with the ranks whose journals it needs.
 
-    Slices of first tensor-parallel ranks precede those of their peers, to whom they broadcast batches and sizes.
+    Rank 0 tells all others whether there is anything to train on (stages without data do not know). First
+    tensor-parallel ranks tell their peers batches and sizes.
     The last rank of the world is always among them: frameworks print the training log there.
     """
     chosen: dict[int, tuple[int, ...]] = {}
@@ -53,7 +54,7 @@ def plan_representatives(facts: JobFacts) -> tuple[Representative, ...]:
             continue
         if role.tp_first:
             by_stage_first[role.stage] = role.representative
-            depends_on = ()
+            depends_on = (0,) if role.representative else ()
         else:
             depends_on = tuple(sorted({0, by_stage_first[role.stage]}))
         chosen[role.representative] = depends_on

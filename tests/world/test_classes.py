@@ -39,9 +39,9 @@ def test_tp8_pp4_dp2_needs_six_slices():
     assert {r.rank: r.depends_on for r in representatives} == {
         0: (),
         1: (0,),
-        16: (),
+        16: (0,),
         17: (0, 16),
-        48: (),
+        48: (0,),
         63: (0, 48),
     }
     assert representatives[0].rank == 0
