@@ -28,10 +28,10 @@ def plan_slices(facts: JobFacts, options: Options) -> dict[int, tuple[int, ...]]
 
 def dependencies(facts: JobFacts, rank: int) -> tuple[int, ...]:
     """Ranks whose journals any rank's slice needs: rank 0 and the representative of the first tensor-parallel
-    ranks of a stage that holds the same; none for a first tensor-parallel rank."""
+    ranks of a stage that holds the same; rank 0 alone for a first tensor-parallel rank."""
     layout = facts.layout
     coords = layout.coords(rank)
     if coords["tp"] == 0:
-        return () if rank == 0 or layout.tp > 1 else (0,)
+        return () if rank == 0 else (0,)
     lead = next(r.representative for r in plan_roles(facts) if r.stage == coords["pp"] and r.tp_first)
     return tuple(sorted({0, lead}))
