@@ -86,9 +86,7 @@ def memory_of_program(
     uses = communicators(program)
     nccl = overhead.nccl_bytes(uses)
     if nccl:
-        nccl += init_communicators * (
-            overhead.collective_base_bytes + overhead.channels * overhead.collective_channel_bytes
-        )
+        nccl += init_communicators * overhead.communicator_bytes(2)
     return MemoryUse(
         peak_allocated_bytes=steady.peak_allocated_bytes,
         peak_reserved_bytes=steady.reserved_bytes,

@@ -11,12 +11,14 @@ every further one, first collective    484-486          148-150
 first all_to_all on a communicator     384-446          96-158
 first batched send/recv on one         384              96
 unbatched send/recv (its own pair)     262              70
+communicator of a single rank          388-390
 =====================================  ===============  ======================
 
 Both columns lie on lines in the number of channels; the slopes are below. A communicator takes nothing before its
 first use.
 
-Assumed, not measured: that the figures do not depend on the size of the group or on the path (NVLink, network).
+Assumed, not measured: that the figures of two ranks hold for larger groups and for other paths than NVLink. The
+context depends on driver and host: 619 MiB was seen as well.
 """
 
 from __future__ import annotations
@@ -44,26 +46,29 @@ class DeviceOverhead(msgspec.Struct, frozen=True, kw_only=True):
     """NCCL's channels; ``NCCL_MAX_NCHANNELS`` lowers it."""
     collective_base_bytes: int = 38 * MIB
     collective_channel_bytes: int = 14 * MIB
+    single_channel_bytes: int = 11 * MIB
+    """In place of ``collective_channel_bytes`` where the communicator has one rank."""
     p2p_channel_bytes: int = 12 * MIB
     """First all_to_all or batched send/recv of a communicator, per channel."""
     pair_base_bytes: int = 6 * MIB
     pair_channel_bytes: int = 8 * MIB
     """The two-rank communicator that torch makes for send/recv outside a batch."""
 
+    def communicator_bytes(self, num_ranks: int) -> int:
+        """A communicator that was used for a collective."""
+        per_channel = self.collective_channel_bytes if num_ranks > 1 else self.single_channel_bytes
+        return self.collective_base_bytes + self.channels * per_channel
+
     def nccl_bytes(self, uses: Iterable[CommunicatorUse]) -> int:
         """All communicators of a rank."""
         total = 0
         for use in uses:
             if use.collective:
-                total += self.collective_base_bytes + self.channels * self.collective_channel_bytes
+                total += self.communicator_bytes(len(use.ranks))
             if use.p2p:
                 total += self.channels * self.p2p_channel_bytes
             total += use.pairs * (self.pair_base_bytes + self.channels * self.pair_channel_bytes)
         return total + self.nccl_process_bytes if total else 0
-
-    def device_bytes(self, uses: Iterable[CommunicatorUse]) -> int:
-        """Everything outside the allocator."""
-        return self.context_bytes + self.libraries_bytes + self.nccl_bytes(uses)
 
 
 class CommunicatorUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,8 +83,8 @@ class CommunicatorUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def communicators(program: Program) -> tuple[CommunicatorUse, ...]:
-    """The communicators of more than one rank that a program uses, one per group (groups are communicators of
-    their own also when they have the same members).
+    """The communicators that a program uses, one per group (groups are communicators of their own also when they
+    have the same members, or a single one).
 
     A group in which any send/recv was batched is taken to batch all of them: a batch of one looks like a single call.
     """
@@ -107,5 +112,4 @@ def communicators(program: Program) -> tuple[CommunicatorUse, ...]:
             pairs=0 if group in p2p else len(partners.get(group, ())),
         )
         for group in sorted(collective | p2p | partners.keys())
-        if len(program.groups[group].ranks) > 1
     )

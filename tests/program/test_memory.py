@@ -166,6 +166,7 @@ def test_communicators_by_use():
         CommunicatorUse(ranks=(0, 2), collective=True, p2p=True, pairs=0),
         CommunicatorUse(ranks=(0, 2), collective=False, p2p=False, pairs=1),
         CommunicatorUse(ranks=(0, 4), collective=True, p2p=True, pairs=0),
+        CommunicatorUse(ranks=(0,), collective=True, p2p=False, pairs=0),
     )
     assert communicators(program([])) == ()
 
@@ -185,6 +186,9 @@ def test_nccl_figures_are_the_measured_ones(channels, first, further, p2p, pair)
     one = use(collective=True)
     assert mib(one) == pytest.approx(first, abs=2)
     assert mib(one, one) - mib(one) == pytest.approx(further, abs=2)
+    if channels == 32:
+        alone = CommunicatorUse(ranks=(0,), collective=True, p2p=False, pairs=0)
+        assert mib(one, alone) - mib(one) == pytest.approx(389, abs=2)
     assert mib(use(collective=True, p2p=True)) - mib(one) == pytest.approx(p2p, abs=2)
     assert mib(one, use(pairs=1)) - mib(one) == pytest.approx(pair, abs=2)
 
