@@ -60,22 +60,32 @@ class StreamItems(msgspec.Struct, frozen=True, kw_only=True):
     """Per item: position in ``kernels`` where its run begins."""
 
 
-class CommOp(msgspec.Struct, kw_only=True):
-    """A call (or a coalesced batch) as one operation on a communicator."""
+class CommOps(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls, or coalesced batches of calls, as operations on communicators: arrays over the ops, in issue order."""
 
-    event: int
+    event: np.ndarray
     """Absolute index of the event that issues it: the last of a batch."""
-    first_event: int
+    first_event: np.ndarray
     """Absolute index of its first event."""
-    stream: int
-    host_ns: float
+    stream: np.ndarray
+    host_ns: np.ndarray
     """Host offset at which it is issued."""
-    work: int
-    is_async: bool
-    parts: tuple[int, ...]
-    """Indices into ``Program.comms``."""
-    lane: tuple[int, int]
-    """(group, 0) or, for p2p outside a batch, (group, 1 + peer): such calls use a communicator of the pair."""
+    work: np.ndarray
+    is_async: np.ndarray
+    comm: np.ndarray
+    """Index into ``Program.comms``; of a batch, its first part."""
+    lane: np.ndarray
+    """Communicator: the group's index, or for p2p outside a batch ``num_groups * (1 + peer) + group``, because NCCL
+    gives such calls a communicator of the pair."""
+    batches: dict[int, tuple[int, ...]]
+    """Op → indices into ``Program.comms`` of its parts, for ops of several parts."""
+
+    def __len__(self) -> int:
+        return len(self.event)
+
+    def parts(self, op: int) -> tuple[int, ...]:
+        """Indices into ``Program.comms``."""
+        return self.batches.get(op) or (int(self.comm[op]),)
 
 
 class HostSync(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +112,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     """Cumulative host time at the end of each event, without blocking; continues from ``host0``."""
     host0: float
     streams: tuple[StreamItems, ...]
-    ops: tuple[CommOp, ...]
+    ops: CommOps
     syncs: tuple[HostSync, ...]
 
     @property
@@ -130,9 +140,9 @@ def compile_stretch(
     simple = np.flatnonzero(
         (kind == EventKind.WORK_WAIT) | (kind == EventKind.EVENT_WAIT) | (kind == EventKind.EVENT_RECORD)
     )
-    comm_at = np.array([op.event - lo for op in ops], dtype=np.int64)
-    comm_code = np.array([Code.COMM_ASYNC if op.is_async else Code.COMM_SYNC for op in ops], dtype=np.int64)
-    comm_stream = np.array([op.stream for op in ops], dtype=np.int64)
+    comm_at = ops.event - lo
+    comm_code = np.where(ops.is_async, int(Code.COMM_ASYNC), int(Code.COMM_SYNC))
+    comm_stream = ops.stream
 
     used = np.unique(
         np.concatenate((stream[launched].astype(np.int64), stream[simple].astype(np.int64), comm_stream))
@@ -175,47 +185,46 @@ _SIMPLE_CODE[EventKind.EVENT_WAIT] = Code.WAIT_EVENT
 _SIMPLE_CODE[EventKind.EVENT_RECORD] = Code.RECORD
 
 
-def _comm_ops(program, events, kind, host_end, lo):
+def _comm_ops(
+    program: Program, events: np.ndarray, kind: np.ndarray, host_end: np.ndarray, lo: int
+) -> CommOps:
     """Group COMM events by work id; a batch is issued with its last event."""
     index = np.flatnonzero(kind == EventKind.COMM)
-    ops: list[CommOp] = []
-    by_work: dict[int, CommOp] = {}
-    rows = zip(
-        index.tolist(),
-        events["value"][index].tolist(),
-        events["ref"][index].tolist(),
-        events["stream"][index].tolist(),
-        events["flags"][index].tolist(),
-        host_end[index].tolist(),
-        strict=True,
+    work = events["value"][index]
+    order = np.argsort(work, kind="stable")
+    opens = np.ones(len(order), dtype=bool)
+    opens[1:] = work[order][1:] != work[order][:-1]
+    starts = np.flatnonzero(opens)
+    sizes = np.diff(np.append(starts, len(order)))
+    first, last = order[starts], order[starts + sizes - 1]
+    by_issue = np.argsort(last, kind="stable")
+    starts, sizes, first, last = starts[by_issue], sizes[by_issue], first[by_issue], last[by_issue]
+    ref = events["ref"][index].astype(np.int64)
+    batches = {
+        op: tuple(ref[order[starts[op] : starts[op] + sizes[op]]].tolist())
+        for op in np.flatnonzero(sizes > 1).tolist()
+    }
+    num_groups = len(program.groups)
+    pair_lane = np.array(
+        [c.group + (num_groups * (1 + c.peer) if c.kind in ("send", "recv") else 0) for c in program.comms],
+        dtype=np.int64,
     )
-    lanes = [_lane(c) for c in program.comms]
-    for i, work, comm, stream, flag, host in rows:
-        op = by_work.get(work)
-        if op is None:
-            op = CommOp(
-                event=lo + i,
-                first_event=lo + i,
-                stream=stream,
-                host_ns=host,
-                work=work,
-                is_async=bool(flag & EventFlag.ASYNC),
-                parts=(comm,),
-                lane=lanes[comm],
-            )
-            by_work[work] = op
-            ops.append(op)
-        else:
-            op.event, op.host_ns, op.parts = lo + i, host, (*op.parts, comm)
-            op.lane = (program.comms[op.parts[0]].group, 0)
-            if flag & EventFlag.ASYNC:
-                op.is_async = True
-    ops.sort(key=lambda op: op.event)
-    return tuple(ops)
-
-
-def _lane(comm) -> tuple[int, int]:
-    return (comm.group, 1 + comm.peer) if comm.kind in ("send", "recv") else (comm.group, 0)
+    group = np.array([c.group for c in program.comms], dtype=np.int64)
+    comm = ref[first]
+    at = index[last]
+    flags = events["flags"][index]
+    is_async = (flags[last] & int(EventFlag.ASYNC)).astype(bool)
+    return CommOps(
+        event=at + lo,
+        first_event=index[first] + lo,
+        stream=events["stream"][at].astype(np.int64),
+        host_ns=host_end[at],
+        work=work[last],
+        is_async=is_async,
+        comm=comm,
+        lane=np.where(sizes > 1, group[comm], pair_lane[comm]) if len(comm) else comm,
+        batches=batches,
+    )
 
 
 def _host_syncs(kind, stream, ref, host_end, lo) -> tuple[HostSync, ...]:

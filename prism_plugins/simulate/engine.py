@@ -28,9 +28,9 @@ from prism_plugins.program.model import EventKind
 from prism_plugins.program.prediction import Breakdown
 from prism_plugins.simulate.compile import Stretch, compile_stretch
 from prism_plugins.simulate.expand import break_down, expand_unit, join
-from prism_plugins.simulate.faults import Party, SimulationFault
+from prism_plugins.simulate.faults import SimulationFault
 from prism_plugins.simulate.fork import fork_points
-from prism_plugins.simulate.link import Layer, Rendezvous, describe, phase_at
+from prism_plugins.simulate.link import Layer
 from prism_plugins.simulate.prices import Pricer
 from prism_plugins.simulate.process import Machine
 from prism_plugins.simulate.quotient import Quotient, refine, survey
@@ -72,9 +72,9 @@ class Simulation:
         self.costs = costs
         self._pricer = Pricer(costs)
         self._world = survey(job, self._pricer)
-        self._rendezvous = Rendezvous()
         coarse = refine(job, self._world, with_variants=False)
         stretches = self._compile(coarse, lo=None, hi=None)
+        self._layers: list[Layer] = []
         self._units: list[Unit] = []
         if any(cls.variant_of for cls in job.classes):
             forks = fork_points(job, coarse, stretches)
@@ -82,8 +82,8 @@ class Simulation:
             self._link_forked(coarse, stretches, forks)
         else:
             self._quotient = coarse
-            self._leaves = self._link(coarse, stretches, parents=None, name="job")
-        self._machine = Machine(self._rendezvous, self._units)
+            self._leaves = self._link(coarse, stretches, parents=None)
+        self._machine = Machine(self._layers, self._units)
         self._run()
         self.timeline = self._summarise(began)
         Simulation.last = self
@@ -123,20 +123,22 @@ class Simulation:
         return out
 
     def _link(
-        self, quotient: Quotient, stretches: list[Stretch], *, parents: list[Unit] | None, name: str
+        self, quotient: Quotient, stretches: list[Stretch], *, parents: list[Unit] | None
     ) -> list[Unit]:
-        layer = Layer(quotient, self._rendezvous, self._pricer, name=name)
-        units = []
-        for cell, stretch in zip(quotient.cells, stretches, strict=True):
-            parent = None if parents is None else parents[cell.index]
-            units.append(Unit(cell, stretch, layer.link(cell, stretch), parent=parent, layer=layer))
+        first_slot = sum(layer.num_slots for layer in self._layers)
+        layer = Layer(quotient, stretches, self._pricer, first_slot=first_slot)
+        self._layers.append(layer)
+        units = [
+            Unit(layer, index, parent=None if parents is None else parents[index])
+            for index in range(len(quotient.cells))
+        ]
         self._units += units
         return units
 
     def _link_forked(self, coarse: Quotient, whole: list[Stretch], forks: list[int]) -> None:
         """Link the common stretch of each coarse cell and, behind it, the rest of each fine cell."""
         hi = [min(fork, stretch.hi) for fork, stretch in zip(forks, whole, strict=True)]
-        trunk = self._link(coarse, self._compile(coarse, lo=None, hi=hi), parents=None, name="trunk")
+        trunk = self._link(coarse, self._compile(coarse, lo=None, hi=hi), parents=None)
         fine = self._quotient
         parents = [trunk[int(coarse.cell_of_rank[cell.ranks[0]])] for cell in fine.cells]
         rest = self._compile(
@@ -145,7 +147,7 @@ class Simulation:
             hi=None,
             host0=[parent.stretch.host_at_end for parent in parents],
         )
-        self._leaves = self._link(fine, rest, parents=parents, name="branch")
+        self._leaves = self._link(fine, rest, parents=parents)
 
     # ── run and report ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -154,54 +156,37 @@ class Simulation:
             raise self._hang()
 
     def _hang(self) -> SimulationFault:
-        """Name the first rendezvous that somebody reached and somebody did not."""
-        stuck = self._machine.stuck()
-        by_party: dict[int, tuple[Unit, int]] = {}
-        for unit, event in stuck:
-            by_party.setdefault(id(unit), (unit, event))
-        for meeting in sorted(self._rendezvous.meetings, key=lambda m: m.sequence):
-            arrived = self._machine.arrived(meeting.slot)
-            if not arrived or self._machine.value(meeting.slot) is not None:
+        """Name the earliest rendezvous that somebody came to and somebody did not, and where that one stands."""
+        unit_of = {(id(unit.layer), unit.cell.index): unit for unit in self._units}
+        best: tuple[int, SimulationFault] | None = None
+        for slot in self._machine.open_slots():
+            layer = next(x for x in self._layers if x.first_slot <= slot < x.first_slot + x.num_slots)
+            here, absent = None, None
+            for cell in layer.cells_at(slot):
+                unit = unit_of[id(layer), cell]
+                op = layer.op_at(cell, slot)
+                if op is not None and self._machine.has_arrived(unit, op):
+                    here = (unit, op)
+                else:
+                    absent = unit
+            if here is None or absent is None:
                 continue
-            unit, event, _ = arrived[0]
-            absent = self._absent(meeting, arrived)
-            if absent is None:
-                continue
-            other, other_event = absent
-            return SimulationFault(
+            where = self._machine.position(absent)
+            stands_in = np.flatnonzero(absent.stretch.ops.event == where)
+            fault = SimulationFault(
                 kind="hang",
-                group=unit.group_name(event),
-                sequence=meeting.sequence,
-                waiting=Party(
-                    ranks=unit.rank_tuple(),
-                    call=describe(meeting.what),
-                    phase=phase_at(unit.cell.program, event),
-                ),
-                other=Party(
-                    ranks=other.rank_tuple(),
-                    call=other.call_at(other_event),
-                    phase=phase_at(other.cell.program, min(other_event, len(other.cell.program.events) - 1)),
+                group=layer.group_name(here[0].cell.index, here[1]),
+                sequence=layer.channel_of(slot)[1],
+                waiting=layer.party(here[0].cell.index, here[1]),
+                other=absent.layer.party(
+                    absent.cell.index, int(stands_in[0]) if len(stands_in) else None, event=where
                 ),
             )
-        unit, event = stuck[0]
-        here = Party(
-            ranks=unit.rank_tuple(), call=unit.call_at(event), phase=phase_at(unit.cell.program, event)
-        )
-        return SimulationFault(kind="hang", group="none", sequence=0, waiting=here, other=here)
-
-    def _absent(self, meeting, arrived):
-        """A member that has not come to a meeting, and the event it stands at."""
-        here = {unit.cell.index for unit, _, _ in arrived if unit.layer_name == meeting.channel[0]}
-        for unit in self._units:
-            if unit.layer_name != meeting.channel[0]:
-                continue
-            if len(meeting.channel) == 2:
-                members = {cell for cell, _ in unit.quotient_members(meeting.channel[1])}
-            else:
-                members = set(meeting.channel[2:4])
-            if unit.cell.index in members - here:
-                return unit, self._machine.position(unit)
-        return None
+            if best is None or where < best[0]:
+                best = (where, fault)
+        if best is None:
+            raise RuntimeError("the simulation stopped without an open rendezvous; this is a defect of prism")
+        return best[1]
 
     def _summarise(self, began: float) -> Timeline:
         finish = [self._machine.finish_ns(leaf) for leaf in self._leaves]

@@ -45,28 +45,49 @@ def expand_unit(unit: Unit, machine: Machine) -> OpTimes:
     host = host_end - host_ns_of_events(stretch.program, stretch.prices, stretch.lo, stretch.hi)
     start, end = host.copy(), host.copy()
     lane = stretch.program.events["stream"][stretch.lo : stretch.hi].astype(np.int32)
-    transfer: dict[int, float] = {}
+    transfer = np.full(len(start), np.nan)
     for items in stretch.streams:
         times = stream_times(unit, items, machine)
         local = items.kernels - stretch.lo
         start[local], end[local] = times.kernel_start, times.kernel_end
-        for i in np.flatnonzero(items.code <= Code.COMM_ASYNC).tolist():
-            arg = int(items.arg[i])
-            op = stretch.ops[arg]
-            at = max(float(times.after_run[i]), float(host_end[op.event - stretch.lo]))
-            previous = unit.op_previous[arg]
-            if previous >= 0:
-                at = max(at, machine.value(previous) or 0.0)
-            finish = machine.value(unit.op_slot[arg]) or 0.0
-            began = min((machine.value(p) or 0.0) - machine.duration(p) for p in unit.parts[arg])
-            for event in _events_of(unit, arg):
-                start[event], end[event] = at, finish
-                lane[event] = _lane_number(unit, op.lane)
-                transfer[event] = max(at, began)
-    transfer_start = start.copy()
-    if transfer:
-        transfer_start[list(transfer)] = list(transfer.values())
-    return OpTimes(host_ns=host, start_ns=start, end_ns=end, transfer_start_ns=transfer_start, lane=lane)
+        _place_ops(unit, items, times, machine, host_end, (start, end, lane, transfer))
+    return OpTimes(
+        host_ns=host,
+        start_ns=start,
+        end_ns=end,
+        transfer_start_ns=np.where(np.isnan(transfer), start, transfer),
+        lane=lane,
+    )
+
+
+def _place_ops(
+    unit: Unit,
+    items: StreamItems,
+    times: StreamTimes,
+    machine: Machine,
+    host_end: np.ndarray,
+    rows: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+) -> None:
+    """Fill in start, end, lane and transfer start of the calls that a stream issues."""
+    start, end, lane, transfer = rows
+    ops = unit.stretch.ops
+    comm = np.flatnonzero(items.code <= Code.COMM_ASYNC)
+    op = items.arg[comm]
+    event = ops.event[op] - unit.stretch.lo
+    previous = unit.op_previous[op]
+    at = np.maximum(times.after_run[comm], host_end[event])
+    at = np.where(previous >= 0, np.maximum(at, machine.values(previous)), at)
+    first = unit.linked.first_slot[op]
+    start[event], end[event] = at, machine.values(unit.op_slot[op])
+    transfer[event] = np.maximum(at, machine.values(first) - machine.durations(first))
+    lane[event] = COMM_LANE + ops.lane[op]
+    batched = np.isin(op, list(ops.batches)) if ops.batches else np.zeros(len(op), dtype=bool)
+    for i, row in zip(op[batched].tolist(), event[batched].tolist(), strict=True):
+        slots = np.array(unit.linked.slots(i))
+        transfer[row] = max(start[row], float((machine.values(slots) - machine.durations(slots)).min()))
+        parts = _events_of(unit, i)
+        for column in rows:
+            column[parts] = column[row]
 
 
 def join(parts: list[OpTimes]) -> OpTimes:
@@ -120,7 +141,7 @@ def break_down(leaf: Unit, machine: Machine, total_ns: float) -> Breakdown:
     """
     busy, optimizer, waits, bubbles = [], [], [], []
     for unit in leaf.chain():
-        in_optimizer = unit.kernel_mask("optimizer")
+        in_optimizer = unit.phase_mask("optimizer")
         bases = np.array(machine.bases(unit))
         for items in unit.stretch.streams:
             times = stream_times(unit, items, machine)
@@ -192,17 +213,35 @@ def _sync_events(unit: Unit) -> np.ndarray:
 
 def _wait_masks(unit: Unit, items: StreamItems) -> tuple[np.ndarray, np.ndarray]:
     """bool per item: waits for p2p with another class; waits for any other communication."""
-    across = {
-        op.work: _is_pipeline(unit, i) for unit in unit.chain() for i, op in enumerate(unit.stretch.ops)
-    }
     sync = items.code == Code.COMM_SYNC
     works = items.code == Code.WAIT_WORK
     bubble = np.zeros(len(items.code), dtype=bool)
-    for i in np.flatnonzero(sync).tolist():
-        bubble[i] = across[unit.stretch.ops[int(items.arg[i])].work]
-    for i in np.flatnonzero(works).tolist():
-        bubble[i] = across.get(int(items.arg[i]), False)
+    bubble[sync] = _crosses_stages(unit)[items.arg[sync]]
+    waited = items.arg[works]
+    across = np.zeros(len(waited), dtype=bool)
+    for link in unit.chain():
+        mine = link.stretch.ops.work[_crosses_stages(link)]
+        across |= np.isin(waited, mine)
+    bubble[works] = across
     return bubble, (sync | works) & ~bubble
+
+
+def _crosses_stages(unit: Unit) -> np.ndarray:
+    """bool per op: consists of p2p with other classes of ranks."""
+    quotient, cell = unit.layer.quotient, unit.cell
+    across = np.array(
+        [
+            comm.kind in ("send", "recv")
+            and quotient.cells[quotient.peers[cell.index, i]].class_index != cell.class_index
+            for i, comm in enumerate(unit.stretch.program.comms)
+        ],
+        dtype=bool,
+    )
+    ops = unit.stretch.ops
+    out = across[ops.comm] if len(ops) else np.empty(0, dtype=bool)
+    for op, parts in ops.batches.items():
+        out[op] = all(across[part] for part in parts)
+    return out
 
 
 def _issue_offset(unit: Unit, items: StreamItems) -> np.ndarray:
@@ -211,28 +250,10 @@ def _issue_offset(unit: Unit, items: StreamItems) -> np.ndarray:
     return unit.stretch.host_end_ns[local] if len(unit.stretch.host_end_ns) else np.zeros(len(local))
 
 
-def _is_pipeline(unit: Unit, op_index: int) -> bool:
-    op = unit.stretch.ops[op_index]
-    comms = unit.stretch.program.comms
-    cells = unit.layer.quotient.cells
-    return all(
-        comms[part].kind in ("send", "recv")
-        and cells[unit.layer.quotient.peers[unit.cell.index, part]].class_index != unit.cell.class_index
-        for part in op.parts
-    )
-
-
-def _events_of(unit: Unit, op_index: int) -> list[int]:
-    """Local rows of an op: one, or all of a batch."""
-    op = unit.stretch.ops[op_index]
-    if op.first_event == op.event:
-        return [op.event - unit.stretch.lo]
-    events = unit.stretch.program.events[op.first_event : op.event + 1]
-    mine = np.flatnonzero((events["kind"] == EventKind.COMM) & (events["value"] == op.work))
-    return (mine + op.first_event - unit.stretch.lo).tolist()
-
-
-def _lane_number(unit: Unit, lane: tuple[int, int]) -> int:
-    """Group communicators first, then those of pairs: ``COMM_LANE + num_groups * (1 + peer) + group``."""
-    group, pair = lane
-    return COMM_LANE + group + pair * len(unit.stretch.program.groups)
+def _events_of(unit: Unit, op: int) -> np.ndarray:
+    """Local rows of a batch."""
+    ops = unit.stretch.ops
+    first = int(ops.first_event[op])
+    events = unit.stretch.program.events[first : int(ops.event[op]) + 1]
+    mine = np.flatnonzero((events["kind"] == EventKind.COMM) & (events["value"] == ops.work[op]))
+    return mine + first - unit.stretch.lo

@@ -20,10 +20,13 @@ def fork_points(job: JobPrograms, quotient: Quotient, stretches: list[Stretch]) 
     fork = [_first_difference(job.classes[cell.class_index]) for cell in quotient.cells]
     channels: dict[tuple, dict[tuple, list[int]]] = {}
     for cell, stretch in zip(quotient.cells, stretches, strict=True):
-        for op in stretch.ops:
-            for part in op.parts:
-                key, side = _channel(quotient, cell.index, stretch.program, part)
-                channels.setdefault(key, {}).setdefault((cell.index, side), []).append(op.first_event)
+        channel_of = [
+            _channel(quotient, cell.index, stretch.program, c) for c in range(len(stretch.program.comms))
+        ]
+        for op, event in enumerate(stretch.ops.first_event.tolist()):
+            for part in stretch.ops.parts(op):
+                key, side = channel_of[part]
+                channels.setdefault(key, {}).setdefault((cell.index, side), []).append(event)
     for cell, stretch in zip(quotient.cells, stretches, strict=True):
         fork[cell.index] = _before_open_batch(fork[cell.index], stretch)
     changed = True
@@ -49,10 +52,9 @@ def _channel(quotient: Quotient, cell: int, program: Program, part: int) -> tupl
 
 
 def _before_open_batch(fork: int, stretch: Stretch) -> int:
-    for op in stretch.ops:
-        if op.first_event < fork <= op.event:
-            return op.first_event
-    return fork
+    ops = stretch.ops
+    cut = ops.first_event[(ops.first_event < fork) & (fork <= ops.event)]
+    return int(cut.min()) if len(cut) else fork
 
 
 def _first_difference(cls: RankClass) -> int:

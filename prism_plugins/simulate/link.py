@@ -1,183 +1,256 @@
-"""Links compiled stretches of all cells: which calls meet in which rendezvous.
+"""Links the compiled stretches of all cells: which calls meet in which rendezvous.
 
 Every collective on a communicator is a rendezvous of its member cells; the n-th call of one member meets the n-th of
-the others. A p2p message is a rendezvous of two, matched per (communicator, sender, receiver) in order. What can
-be known without times is checked here: calls that meet must agree in kind and size.
+the others. A p2p message is a rendezvous of two, matched per (communicator, sender, receiver) in order. Both are a
+channel and a sequence number, and every meeting gets a slot: the channel's first slot plus the number. What can be
+known without times is checked here: calls that meet must agree in kind and size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 import numpy as np
 
-from prism_plugins.program.model import CommSignature
-from prism_plugins.simulate.compile import CommOp, Stretch
+from prism_plugins.program.model import CommSignature, EventKind, Program
+from prism_plugins.simulate.compile import Stretch
 from prism_plugins.simulate.faults import Party, SimulationFault
 from prism_plugins.simulate.prices import Pricer
 from prism_plugins.simulate.quotient import Cell, Quotient
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_P2P = ("send", "recv")
 
 
-class Meeting(msgspec.Struct, kw_only=True):
-    """A rendezvous before and while it is assembled."""
+class Linked(msgspec.Struct, frozen=True, kw_only=True):
+    """The meetings of one cell's stretch: one row per (op, meeting), in the order of the ops."""
 
-    slot: int
-    channel: tuple
-    """(quotient communicator,) of a collective, (communicator, sender, receiver, distance) of a message."""
-    sequence: int
-    what: tuple
-    """Kind and sizes that all parties must agree on."""
-    duration_ns: float
-    expected: int
-    parties: list[tuple[int, int]]
-    """(cell, absolute event index) of those whose programs come here."""
+    op: np.ndarray
+    slot: np.ndarray
+    first_slot: np.ndarray
+    """Per op: the slot of its first (mostly only) meeting."""
+    parts: dict[int, tuple[int, ...]]
+    """Op → slots of its meetings, for ops with several."""
 
-
-class Rendezvous:
-    """All meetings of the job, and flat tables for the engine: one slot per meeting."""
-
-    def __init__(self) -> None:
-        self.meetings: list[Meeting] = []
-        self._by_key: dict[tuple, Meeting] = {}
-
-    def meet(
-        self,
-        key: tuple,
-        sequence: int,
-        *,
-        what: tuple,
-        duration_ns: float,
-        expected: int,
-        party: tuple[int, int],
-    ) -> Meeting:
-        """The meeting number ``sequence`` on a channel; created by the first party."""
-        meeting = self._by_key.get((key, sequence))
-        if meeting is None:
-            meeting = Meeting(
-                slot=len(self.meetings),
-                channel=key,
-                sequence=sequence,
-                what=what,
-                duration_ns=duration_ns,
-                expected=expected,
-                parties=[party],
-            )
-            self._by_key[key, sequence] = meeting
-            self.meetings.append(meeting)
-            return meeting
-        meeting.parties.append(party)
-        if duration_ns > meeting.duration_ns:
-            meeting.duration_ns = duration_ns
-        return meeting
+    def slots(self, op: int) -> tuple[int, ...]:
+        """Slots of an op's meetings."""
+        return self.parts.get(op) or (int(self.first_slot[op]),)
 
 
 class Layer:
-    """The linked calls of one partition: the job up to the fork, or after it."""
+    """The linked calls of one partition: the whole job, or the part before or behind the fork."""
 
-    def __init__(self, quotient: Quotient, rendezvous: Rendezvous, pricer: Pricer, *, name: str) -> None:
+    def __init__(
+        self, quotient: Quotient, stretches: list[Stretch], pricer: Pricer, *, first_slot: int
+    ) -> None:
         self.quotient = quotient
-        self.rendezvous = rendezvous
-        self.name = name
+        self.stretches = stretches
+        self.first_slot = first_slot
         self._pricer = pricer
-        self._sequence: dict[tuple, int] = {}
+        self._channels: dict[tuple, int] = {}
+        self._agreements: dict[tuple, int] = {}
+        rows = [self._rows(cell, stretch) for cell, stretch in zip(quotient.cells, stretches, strict=True)]
 
-    def link(self, cell: Cell, stretch: Stretch) -> list[tuple[int, ...]]:
-        """For each op of a cell's stretch, the slots of the meetings it takes part in."""
-        return [self._link_op(cell, stretch, op) for op in stretch.ops]
+        self.channels = tuple(self._channels)
+        """(quotient communicator,) of a collective; (communicator, sender, receiver, distance) of messages."""
+        counts = np.zeros(len(self.channels), dtype=np.int64)
+        for row in rows:
+            np.maximum.at(counts, row.channel, row.sequence + 1)
+        self.first_of_channel = first_slot + np.concatenate(([0], np.cumsum(counts)))
+        self.num_slots = int(counts.sum())
+        self.linked = [self._place(row, stretch) for row, stretch in zip(rows, stretches, strict=True)]
+        self.duration_ns = self._durations(rows)
+        expected = [
+            len(quotient.members[channel[0]]) if len(channel) == 1 else 2 for channel in self.channels
+        ]
+        self.expected = np.repeat(np.array(expected, dtype=np.int64), counts)
+        self._check(rows)
 
-    def _link_op(self, cell: Cell, stretch: Stretch, op: CommOp) -> tuple[int, ...]:
-        comms = stretch.program.comms
-        slots: list[int] = []
-        collectives: dict[int, list[int]] = {}
-        for part in op.parts:
-            comm = comms[part]
-            if comm.kind in ("send", "recv"):
-                slots.append(self._message(cell, stretch, op, part, comm))
-            else:
-                collectives.setdefault(comm.group, []).append(part)
-        for group, parts in collectives.items():
-            slots.append(self._collective(cell, stretch, op, group, parts))
-        return tuple(slots)
+    def channel_of(self, slot: int) -> tuple[tuple, int]:
+        """Channel and sequence number of a slot."""
+        i = int(np.searchsorted(self.first_of_channel, slot, side="right")) - 1
+        return self.channels[i], slot - int(self.first_of_channel[i])
 
-    def _collective(self, cell: Cell, stretch: Stretch, op: CommOp, group: int, parts: list[int]) -> int:
-        comms = stretch.program.comms
-        communicator = self.quotient.communicator[cell.index, group]
-        if len(parts) == 1:
-            duration = float(stretch.prices.comm_ns[parts[0]])
-        else:
-            duration = self._pricer.price_comm(stretch.program, merged([comms[p] for p in parts])).duration_ns
-        what = tuple(agreement(comms[p]) for p in parts)
-        sequence = self._next((self.name, communicator), cell.index)
-        meeting = self.rendezvous.meet(
-            (self.name, communicator),
-            sequence,
-            what=what,
+    def cells_at(self, slot: int) -> tuple[int, ...]:
+        """Cells that have to come to a meeting."""
+        channel, _ = self.channel_of(slot)
+        if len(channel) == 1:
+            return tuple(dict.fromkeys(cell for cell, _ in self.quotient.members[channel[0]]))
+        return tuple(dict.fromkeys(channel[1:3]))
+
+    def describe(self, slot: int) -> str:
+        """What happens in a meeting, for people."""
+        number = int(self._agreement[slot - self.first_slot])
+        return describe(next((what for what, i in self._agreements.items() if i == number), ()))
+
+    # ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _rows(self, cell: Cell, stretch: Stretch) -> _Rows:
+        comms, ops = stretch.program.comms, stretch.ops
+        channel_of_comm, side_of_comm = self._comm_channels(cell, stretch.program)
+        agreement_of_comm = np.array([self._agree((agreement(c),)) for c in comms], dtype=np.int64)
+        op, comm = np.arange(len(ops)), ops.comm
+        extra = [self._batch(stretch, index, parts) for index, parts in ops.batches.items()]
+        if extra:
+            single = np.ones(len(ops), dtype=bool)
+            single[list(ops.batches)] = False
+            op, comm = op[single], comm[single]
+        channel, side = channel_of_comm[comm], side_of_comm[comm]
+        agreed, duration = agreement_of_comm[comm], stretch.prices.comm_ns[comm]
+        if extra:
+            columns = [
+                np.array(column) for column in zip(*(row for rows in extra for row in rows), strict=True)
+            ]
+            op = np.concatenate((op, columns[0]))
+            channel = np.concatenate((channel, channel_of_comm[columns[1]]))
+            side = np.concatenate((side, side_of_comm[columns[1]]))
+            agreed = np.concatenate((agreed, columns[2]))
+            duration = np.concatenate((duration, columns[3]))
+            order = np.argsort(op, kind="stable")
+            op, channel, side, agreed, duration = (x[order] for x in (op, channel, side, agreed, duration))
+        return _Rows(
+            op=op,
+            channel=channel,
+            side=side,
+            sequence=_running_count(channel * 2 + side),
+            agreement=agreed,
             duration_ns=duration,
-            expected=len(self.quotient.members[communicator]),
-            party=(cell.index, op.event),
         )
-        if meeting.what != what:
-            raise self._mismatch(meeting, cell, stretch, op, what)
-        return meeting.slot
 
-    def _message(self, cell: Cell, stretch: Stretch, op: CommOp, part: int, comm: CommSignature) -> int:
-        communicator = self.quotient.communicator[cell.index, comm.group]
-        peer = self.quotient.peers[cell.index, part]
-        sends = comm.kind == "send"
-        source, target = (cell.index, peer) if sends else (peer, cell.index)
-        distance = 0
-        if (
-            source == target
-        ):  # neighbours of one cell: which neighbour is told by the distance around the group
-            ranks = stretch.program.groups[comm.group].ranks
-            own = ranks.index(stretch.program.rank)
-            distance = (comm.peer - own if sends else own - comm.peer) % len(ranks)
-        key = (self.name, communicator, source, target, distance)
-        sequence = self._next(key, (cell.index, sends))
-        what = (("message", comm.nbytes),)
-        meeting = self.rendezvous.meet(
-            key,
-            sequence,
-            what=what,
-            duration_ns=float(stretch.prices.comm_ns[part]),
-            expected=2,
-            party=(cell.index, op.event),
+    def _comm_channels(self, cell: Cell, program: Program) -> tuple[np.ndarray, np.ndarray]:
+        channels, sides = [], []
+        for index, comm in enumerate(program.comms):
+            communicator = self.quotient.communicator[cell.index, comm.group]
+            key: tuple[int, ...] = (communicator,)
+            if comm.kind in _P2P:
+                peer = self.quotient.peers[cell.index, index]
+                sends = comm.kind == "send"
+                pair = (cell.index, peer) if sends else (peer, cell.index)
+                key = (communicator, *pair, _distance(program, comm) if peer == cell.index else 0)
+            channels.append(self._channels.setdefault(key, len(self._channels)))
+            sides.append(int(comm.kind == "recv"))
+        return np.array(channels, dtype=np.int64), np.array(sides, dtype=np.int64)
+
+    def _batch(self, stretch: Stretch, op: int, parts: tuple[int, ...]) -> list[tuple[int, int, int, float]]:
+        """Rows (op, comm, agreement, duration) of a batch: each message is one, coalesced collectives are one."""
+        comms = stretch.program.comms
+        rows = []
+        collectives: dict[int, list[int]] = {}
+        for part in parts:
+            if comms[part].kind in _P2P:
+                rows.append(
+                    (op, part, self._agree((agreement(comms[part]),)), float(stretch.prices.comm_ns[part]))
+                )
+            else:
+                collectives.setdefault(comms[part].group, []).append(part)
+        for together in collectives.values():
+            calls = [comms[part] for part in together]
+            duration = float(stretch.prices.comm_ns[together[0]])
+            if len(calls) > 1:
+                duration = self._pricer.price_comm(stretch.program, merged(calls)).duration_ns
+            rows.append((op, together[0], self._agree(tuple(agreement(c) for c in calls)), duration))
+        return rows
+
+    def _agree(self, what: tuple) -> int:
+        return self._agreements.setdefault(what, len(self._agreements))
+
+    # ── slots ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _place(self, rows: _Rows, stretch: Stretch) -> Linked:
+        slot = self.first_of_channel[rows.channel] + rows.sequence
+        first = np.searchsorted(rows.op, np.arange(len(stretch.ops)))
+        several = np.flatnonzero(np.bincount(rows.op, minlength=len(stretch.ops)) > 1)
+        last = np.searchsorted(rows.op, several, side="right")
+        return Linked(
+            op=rows.op,
+            slot=slot,
+            first_slot=slot[first] if len(slot) else slot,
+            parts={
+                int(op): tuple(slot[a:b].tolist())
+                for op, a, b in zip(several.tolist(), first[several].tolist(), last.tolist(), strict=True)
+            },
         )
-        if meeting.what != what:
-            raise self._mismatch(meeting, cell, stretch, op, what)
-        return meeting.slot
 
-    def _next(self, key: tuple, member: object) -> int:
-        n = self._sequence.get((key, member), 0)
-        self._sequence[key, member] = n + 1
-        return n
+    def _durations(self, rows: list[_Rows]) -> np.ndarray:
+        duration = np.zeros(self.num_slots)
+        for row, linked in zip(rows, self.linked, strict=True):
+            np.maximum.at(duration, linked.slot - self.first_slot, row.duration_ns)
+        return duration
 
-    def _mismatch(
-        self, meeting: Meeting, cell: Cell, stretch: Stretch, op: CommOp, what: tuple
-    ) -> SimulationFault:
-        other_cell, other_event = meeting.parties[0]
-        other = self.quotient.cells[other_cell]
-        group = stretch.program.groups[stretch.program.comms[op.parts[0]].group]
+    def _check(self, rows: list[_Rows]) -> None:
+        """Raise :class:`SimulationFault` where calls that meet do not agree."""
+        self._agreement = np.full(self.num_slots, -1, dtype=np.int64)
+        for cell, row, linked in zip(self.quotient.cells, rows, self.linked, strict=True):
+            for side in (0, 1):
+                mine = row.side == side
+                where = linked.slot[mine] - self.first_slot
+                seen = self._agreement[where]
+                wrong = np.flatnonzero((seen >= 0) & (seen != row.agreement[mine]))
+                if len(wrong):
+                    first = int(wrong[0])
+                    raise self._mismatch(cell, int(row.op[mine][first]), int(linked.slot[mine][first]))
+                self._agreement[where] = row.agreement[mine]
+
+    def _mismatch(self, cell: Cell, op: int, slot: int) -> SimulationFault:
+        for index in self.cells_at(slot):
+            found = self.op_at(index, slot)
+            if found is not None and (index, found) != (cell.index, op):
+                other, other_op = index, found
+                break
         return SimulationFault(
             kind="mismatch",
-            group=group.desc or group.name,
-            sequence=meeting.sequence,
-            waiting=Party(
-                ranks=tuple(other.ranks.tolist()),
-                call=describe(meeting.what),
-                phase=phase_at(other.program, other_event),
-            ),
-            other=Party(
-                ranks=tuple(cell.ranks.tolist()),
-                call=describe(what),
-                phase=phase_at(stretch.program, op.event),
-            ),
+            group=self.group_name(cell.index, op),
+            sequence=self.channel_of(slot)[1],
+            waiting=self.party(other, other_op),
+            other=self.party(cell.index, op),
         )
+
+    # ── for people ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def op_at(self, cell: int, slot: int) -> int | None:
+        """The op of a cell that takes part in a meeting."""
+        linked = self.linked[cell]
+        found = np.flatnonzero(linked.slot == slot)
+        return int(linked.op[found[0]]) if len(found) else None
+
+    def group_name(self, cell: int, op: int) -> str:
+        """Description of the group an op runs on."""
+        stretch = self.stretches[cell]
+        group = stretch.program.groups[stretch.program.comms[int(stretch.ops.comm[op])].group]
+        return group.desc or group.name
+
+    def party(self, cell: int, op: int | None, event: int | None = None) -> Party:
+        """A cell and the op it is in (or, without one, the event it stands at)."""
+        stretch = self.stretches[cell]
+        if op is None:
+            at = stretch.hi if event is None else event
+            call = "no further call" if at >= stretch.hi else f"a wait (event {at})"
+        else:
+            at = int(stretch.ops.event[op])
+            what = tuple(agreement(stretch.program.comms[part]) for part in stretch.ops.parts(op))
+            call = f"{describe(what)} in group {self.group_name(cell, op)}"
+        return Party(
+            ranks=tuple(self.quotient.cells[cell].ranks.tolist()),
+            call=call,
+            phase=phase_at(stretch.program, at),
+        )
+
+
+class _Rows(msgspec.Struct, frozen=True, kw_only=True):
+    op: np.ndarray
+    channel: np.ndarray
+    side: np.ndarray
+    """1 for the receiver of a message."""
+    sequence: np.ndarray
+    agreement: np.ndarray
+    duration_ns: np.ndarray
 
 
 def agreement(comm: CommSignature) -> tuple:
-    """What all members of a collective must agree on."""
+    """What all members of a call must agree on."""
+    if comm.kind in _P2P:
+        return ("message", comm.nbytes)
     if comm.kind == "barrier":
         return ("barrier",)
     if comm.kind == "all_to_all":
@@ -191,25 +264,26 @@ def agreement(comm: CommSignature) -> tuple:
     return (comm.kind, size, comm.dtype, root)
 
 
-def describe(what: tuple) -> str:
+def describe(what: Iterable[tuple]) -> str:
     """For people: ``all_reduce of 4096 bfloat16``."""
     texts = []
     for part in what:
         if part[0] == "message":
             texts.append(f"a message of {part[1]} bytes")
-        elif len(part) >= 3:
+        elif len(part) == 4:
             root = f" from member {part[3]}" if part[3] >= 0 else ""
             texts.append(f"{part[0]} of {part[1]} {part[2]}{root}")
+        elif len(part) == 2:
+            texts.append(f"{part[0]} of {part[1]} bytes" if part[1] else f"{part[0]} with uneven splits")
         else:
-            texts.append(" of ".join(str(x) for x in part))
+            texts.append(str(part[0]))
     return " + ".join(texts[:3]) + (f" + {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
 def merged(parts: list[CommSignature]) -> CommSignature:
     """Coalesced calls of one communicator as one: their sizes add up, the latency is paid once."""
-    first = parts[0]
     return msgspec.structs.replace(
-        first,
+        parts[0],
         in_numel=sum(p.in_numel for p in parts),
         out_numel=sum(p.out_numel for p in parts),
         send_splits=(),
@@ -217,18 +291,33 @@ def merged(parts: list[CommSignature]) -> CommSignature:
     )
 
 
-def phase_at(program, event: int) -> str:
+def phase_at(program: Program, event: int) -> str:
     """Name of the phase that is open at an event."""
-    from prism_plugins.program.model import EventKind
-
     kind = program.events["kind"][: event + 1]
-    opened = np.flatnonzero((kind == EventKind.PHASE_BEGIN) | (kind == EventKind.PHASE_END))
-    if not len(opened) or kind[opened[-1]] == EventKind.PHASE_END:
+    edges = np.flatnonzero((kind == EventKind.PHASE_BEGIN) | (kind == EventKind.PHASE_END))
+    if not len(edges) or kind[edges[-1]] == EventKind.PHASE_END:
         return "none"
-    phase = program.phases[int(program.events["ref"][opened[-1]])]
-    at = "".join(
-        f" {label} {value}"
-        for label, value in (("micro-batch", phase.microbatch), ("chunk", phase.chunk))
-        if value >= 0
+    phase = program.phases[int(program.events["ref"][edges[-1]])]
+    labels = (("micro-batch", phase.microbatch), ("chunk", phase.chunk))
+    return phase.kind + "".join(f" {label} {value}" for label, value in labels if value >= 0)
+
+
+def _distance(program: Program, comm: CommSignature) -> int:
+    """How far around the group a message travels: tells apart the neighbours of a rank in its own cell."""
+    ranks = program.groups[comm.group].ranks
+    own = ranks.index(program.rank)
+    return (comm.peer - own if comm.kind == "send" else own - comm.peer) % len(ranks)
+
+
+def _running_count(key: np.ndarray) -> np.ndarray:
+    """For each element, how many equal ones come before it."""
+    order = np.argsort(key, kind="stable")
+    ordered = key[order]
+    opens = (
+        np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        if len(key)
+        else np.empty(0, np.int64)
     )
-    return phase.kind + at
+    count = np.empty(len(key), dtype=np.int64)
+    count[order] = np.arange(len(key)) - np.repeat(opens, np.diff(np.append(opens, len(key))))
+    return count

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from prism_plugins.simulate.compile import Code
-from prism_plugins.simulate.link import Rendezvous
+import numpy as np
+
+from prism_plugins.simulate.compile import Code, StreamItems
+from prism_plugins.simulate.link import Layer
 from prism_plugins.simulate.unit import Unit
 
 # Item codes of the inner loop; the batch forms serve ops of several parts.
@@ -42,13 +44,12 @@ class Process:
 class Machine:
     """Times of all units."""
 
-    def __init__(self, rendezvous: Rendezvous, units: list[Unit]) -> None:
-        meetings = rendezvous.meetings
-        self._value: list[float | None] = [None] * len(meetings)
-        self._arrival: list[float] = [_NEVER] * len(meetings)
-        self._missing: list[int] = [m.expected for m in meetings]
-        self._duration: list[float] = [m.duration_ns for m in meetings]
-        self._waiters: dict[int, list] = {}
+    def __init__(self, layers: list[Layer], units: list[Unit]) -> None:
+        num_meetings = sum(layer.num_slots for layer in layers)
+        self._value: list[float | None] = [None] * num_meetings
+        self._arrival: list[float] = [_NEVER] * num_meetings
+        self._missing: list[int] = [n for layer in layers for n in layer.expected.tolist()]
+        self._duration: list[float] = [d for layer in layers for d in layer.duration_ns.tolist()]
         self._units = units
         self._processes: list[Process] = []
         self._stream_process: dict[tuple[int, int], Process] = {}
@@ -56,16 +57,18 @@ class Machine:
             self._allocate(unit)
         for unit in units:
             self._load(unit)
+        self._waiters: list = [None] * len(self._value)
+        """Per slot: nothing, a process, or a list of processes, batches (slot) and arrivals (slot, time, parts)."""
+        self._known: np.ndarray | None = None
+        self._transfer: np.ndarray | None = None
 
     # ── results ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def value(self, slot: int) -> float | None:
-        """The time of a slot, None while unknown."""
-        return self._value[slot]
-
-    def duration(self, slot: int) -> float:
-        """Transfer time of a meeting."""
-        return self._duration[slot]
+    def durations(self, slots: np.ndarray) -> np.ndarray:
+        """Transfer times of meetings."""
+        if self._transfer is None:
+            self._transfer = np.array(self._duration)
+        return self._transfer[slots]
 
     def trace(self, unit: Unit, stream: int) -> list[float]:
         """Stream time after each of the stretch's own items."""
@@ -84,91 +87,80 @@ class Machine:
 
     def finish_ns(self, leaf: Unit) -> float:
         """When the last lane of a cell comes to rest."""
-        end = 0.0
-        for unit in leaf.chain():
-            end = max(end, self.bases(unit)[-1] + unit.stretch.host_at_end)
-            for slot in (*unit.end_slot.values(), *unit.lane_last.values()):
-                end = max(end, self._value[slot] or 0.0)
-        return end
+        slots = [*leaf.end_slot.values(), *leaf.lane_last.values()]
+        host = self.bases(leaf)[-1] + leaf.stretch.host_at_end
+        return max([host, *(self._value[slot] or 0.0 for slot in slots)])
+
+    def values(self, slots: np.ndarray) -> np.ndarray:
+        """Times of slots; call after :meth:`run`."""
+        if self._known is None:
+            self._known = np.array([0.0 if v is None else v for v in self._value])
+        return self._known[slots]
 
     # ── when it hangs ────────────────────────────────────────────────────────────────────────────────────────
 
-    def stuck(self) -> list[tuple[Unit, int]]:
-        """Units that did not finish, with the event each of their processes stands at."""
-        return [(p.unit, self._event(p)) for p in self._processes if p.index < len(p.items)]
+    def open_slots(self) -> list[int]:
+        """Meetings that somebody has come to and somebody has not."""
+        return [
+            i for i, n in enumerate(self._missing) if self._value[i] is None and self._arrival[i] > _NEVER
+        ]
 
     def position(self, unit: Unit) -> int:
-        """The event a unit stands at: of its first unfinished process, or the end."""
+        """The event at which a unit stands: of its first unfinished stream or host, or the end of its stretch."""
         events = [self._event(p) for p in self._processes if p.unit is unit and p.index < len(p.items)]
         return min(events, default=unit.stretch.hi)
 
-    def arrived(self, slot: int) -> list[tuple[Unit, int, float]]:
-        """Parties that have come to an open meeting: unit, event, and its arrival."""
-        out = []
-        for p in self._processes:
-            if p.stream < 0:
-                continue
-            events = next(s for s in p.unit.stretch.streams if s.stream == p.stream)
-            done = p.index - p.offset
-            for i, op in enumerate(p.unit.stretch.ops):
-                if op.stream == p.stream and slot in p.unit.parts[i]:
-                    here = int(events.event[max(done - 1, 0)]) if done > 0 else -1
-                    if op.event <= here:
-                        out.append((p.unit, op.event, self._arrival[slot]))
-        return out
+    def has_arrived(self, unit: Unit, op: int) -> bool:
+        """Whether a unit has issued an op and its communicator was free."""
+        stream = int(unit.stretch.ops.stream[op])
+        p = self._stream_process[id(unit), stream]
+        items = next(items for items in unit.stretch.streams if items.stream == stream)
+        at = int(np.flatnonzero((items.code <= Code.COMM_ASYNC) & (items.arg == op))[0])
+        previous = int(unit.op_previous[op])
+        return p.index - p.offset > at and (previous < 0 or self._value[previous] is not None)
 
     def _event(self, p: Process) -> int:
+        done = max(p.index - p.offset - (p.waits_for >= 0), 0)
         if p.stream < 0:
-            i = max(0, p.index - p.offset)
-            return p.unit.stretch.syncs[i].event if i < len(p.unit.stretch.syncs) else p.unit.stretch.hi
-        events = next(s for s in p.unit.stretch.streams if s.stream == p.stream).event
-        i = p.index - p.offset - (1 if p.waits_for >= 0 else 0)
-        return int(events[min(max(i, 0), len(events) - 1)])
+            syncs = p.unit.stretch.syncs
+            return syncs[done].event if done < len(syncs) else p.unit.stretch.hi
+        items = next(items for items in p.unit.stretch.streams if items.stream == p.stream)
+        return int(items.event[min(done, len(items.event) - 1)])
 
     # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _slot(self) -> int:
-        self._value.append(None)
-        self._arrival.append(_NEVER)
-        self._missing.append(0)
-        self._duration.append(0.0)
-        return len(self._value) - 1
+    def _new_slots(self, count: int) -> range:
+        first = len(self._value)
+        self._value += [None] * count
+        self._arrival += [_NEVER] * count
+        self._missing += [0] * count
+        self._duration += [0.0] * count
+        return range(first, first + count)
 
     def _allocate(self, unit: Unit) -> None:
         """Give slots to everything that other processes may refer to."""
-        stretch = unit.stretch
-        parent = unit.parent
-        if parent is not None:
-            unit.work_slot.update(parent.work_slot)
-            unit.event_slot.update(parent.event_slot)
-            unit.lane_last.update(parent.lane_last)
-        sync_stream: dict[tuple[int, int], int] = {}
-        for op, parts in zip(stretch.ops, unit.parts, strict=True):
-            slot = parts[0] if len(parts) == 1 else self._slot()
-            unit.op_slot.append(slot)
-            # A stream that waited for the op before need not look at the communicator again.
-            unit.op_previous.append(
-                -1 if sync_stream.get(op.lane) == op.stream else unit.lane_last.get(op.lane, -1)
-            )
-            unit.lane_last[op.lane] = slot
-            if op.is_async:
-                sync_stream.pop(op.lane, None)
-            else:
-                sync_stream[op.lane] = op.stream
-            unit.work_slot[op.work] = slot
+        stretch, ops = unit.stretch, unit.stretch.ops
+        batches = list(unit.linked.parts)
+        if batches:
+            unit.op_slot = unit.op_slot.copy()
+            unit.op_slot[batches] = self._new_slots(len(batches))
+        if unit.parent is not None:
+            unit.event_slot.update(unit.parent.event_slot)
+            unit.lane_last.update(unit.parent.lane_last)
+        unit.op_previous = _previous_on_lane(unit)
+        for lane in np.unique(ops.lane).tolist():
+            unit.lane_last[lane] = int(unit.op_slot[np.flatnonzero(ops.lane == lane)[-1]])
         for items in stretch.streams:
-            for code, arg in zip(items.code.tolist(), items.arg.tolist(), strict=True):
-                if code == Code.RECORD:
-                    unit.event_slot[arg] = self._slot()
-                elif code == Code.MARK:
-                    unit.mark_slot[arg, items.stream] = self._slot()
-            unit.end_slot[items.stream] = self._slot()
-        unit.sync_slot = [self._slot() for _ in stretch.syncs]
-        unit.base_slot = self._slot()
+            recorded = items.arg[items.code == Code.RECORD].tolist()
+            unit.event_slot.update(zip(recorded, self._new_slots(len(recorded)), strict=True))
+            marks = [(number, items.stream) for number in items.arg[items.code == Code.MARK].tolist()]
+            unit.mark_slot.update(zip(marks, self._new_slots(len(marks)), strict=True))
+            unit.end_slot[items.stream] = self._new_slots(1)[0]
+        unit.sync_slot = list(self._new_slots(len(stretch.syncs)))
+        unit.base_slot = self._new_slots(1)[0]
 
     def _load(self, unit: Unit) -> None:
         self._load_host(unit)
-        streams = {items.stream for items in unit.stretch.streams}
         for items in unit.stretch.streams:
             process = Process(unit, items.stream)
             self._continue_parent(process)
@@ -176,9 +168,7 @@ class Machine:
             self._processes.append(process)
             self._stream_process[id(unit), items.stream] = process
         if unit.parent is not None:  # streams that the branch does not use end where the trunk left them
-            for stream, slot in unit.parent.end_slot.items():
-                if stream not in streams:
-                    unit.end_slot[stream] = slot
+            unit.end_slot = {**unit.parent.end_slot, **unit.end_slot}
 
     def _continue_parent(self, process: Process) -> None:
         parent = process.unit.parent
@@ -193,17 +183,15 @@ class Machine:
     def _load_host(self, unit: Unit) -> None:
         process = Process(unit, -1)
         self._continue_parent(process)
-        lane_at = _lanes_before(unit)
+        lanes = _lanes_before(unit)
+        here = {items.stream for items in unit.stretch.streams}
+        before = [slot for s, slot in (unit.parent.end_slot if unit.parent else {}).items() if s not in here]
         for number, sync in enumerate(unit.stretch.syncs):
             slots = [unit.mark_slot[number, s] for s in sync.streams if (number, s) in unit.mark_slot]
-            if sync.cuda_event >= 0 and sync.cuda_event in unit.event_slot:
+            if sync.cuda_event in unit.event_slot:
                 slots.append(unit.event_slot[sync.cuda_event])
             if sync.everything:
-                slots += lane_at[number]
-                here = {items.stream for items in unit.stretch.streams}
-                slots += [
-                    e for s, e in (unit.parent.end_slot if unit.parent else {}).items() if s not in here
-                ]
+                slots += [*lanes[number], *before]
             process.items.append((_HOST, 0.0, _NEVER, unit.sync_slot[number], tuple(slots), sync.host_ns))
         process.items.append((_HOST, 0.0, _NEVER, unit.base_slot, (), 0.0))
         self._processes.append(process)
@@ -220,7 +208,7 @@ class Machine:
 
     def _advance(self, p: Process) -> None:
         value, arrival, missing, duration = self._value, self._arrival, self._missing, self._duration
-        waiters = self._waiters
+        waiters, ready = self._waiters, self._ready
         items, trace = p.items, p.trace
         i, now, base = p.index, p.now, p.base
         if p.waits_for >= 0:
@@ -255,8 +243,13 @@ class Machine:
                     return
                 now = arrival[slot] + duration[slot]
                 value[slot] = now
-                if slot in waiters:
-                    self._wake(slot)
+                waiter = waiters[slot]
+                if waiter is not None:
+                    if waiter.__class__ is Process:
+                        waiters[slot] = None
+                        ready.append(waiter)
+                    else:
+                        self._wake(slot)
             elif code == _ASYNC:
                 at = base + host
                 if now > at:
@@ -273,7 +266,7 @@ class Machine:
             elif code == _SET:
                 if slot >= 0:
                     value[slot] = now
-                    if slot in waiters:
+                    if waiters[slot] is not None:
                         self._wake(slot)
             elif code == _BASE:
                 end = value[slot]
@@ -292,7 +285,7 @@ class Machine:
                         until = end
                 base = until - host
                 value[slot] = base
-                if slot in waiters:
+                if waiters[slot] is not None:
                     self._wake(slot)
             elif code == _SYNC_BATCH:
                 before, parts = previous
@@ -322,7 +315,17 @@ class Machine:
 
     def _block(self, p: Process, slot: int, index: int, now: float, base: float) -> None:
         p.index, p.now, p.base = index, now, base
-        self._waiters.setdefault(slot, []).append(p)
+        if self._waiters[slot] is None:
+            self._waiters[slot] = p
+        else:
+            self._add_waiter(slot, p)
+
+    def _add_waiter(self, slot: int, waiter: Process | int | tuple) -> None:
+        waiting = self._waiters[slot]
+        if waiting.__class__ is list:
+            waiting.append(waiter)
+        else:
+            self._waiters[slot] = [waiter] if waiting is None else [waiting, waiter]
 
     def _arrive_after(
         self, previous: int, slot: int, at: float, parts: tuple[int, ...] | None = None
@@ -331,7 +334,7 @@ class Machine:
         if previous >= 0:
             free = self._value[previous]
             if free is None:
-                self._waiters.setdefault(previous, []).append((slot, at, parts))
+                self._add_waiter(previous, (slot, at, parts))
                 return
             at = max(at, free)
         if parts is None:
@@ -345,7 +348,7 @@ class Machine:
         self._missing[slot] -= 1
         if not self._missing[slot]:
             self._value[slot] = self._arrival[slot] + self._duration[slot]
-            if slot in self._waiters:
+            if self._waiters[slot] is not None:
                 self._wake(slot)
 
     def _arrive_batch(self, slot: int, parts: tuple[int, ...], at: float) -> None:
@@ -358,12 +361,12 @@ class Machine:
         for part in parts:
             end = self._value[part]
             if end is None:
-                self._waiters.setdefault(part, []).append(slot)
+                self._add_waiter(part, slot)
             elif end > self._arrival[slot]:
                 self._arrival[slot] = end
         if not open_parts:
             self._value[slot] = self._arrival[slot]
-            if slot in self._waiters:
+            if self._waiters[slot] is not None:
                 self._wake(slot)
 
     def _wake(self, slot: int) -> None:
@@ -372,7 +375,10 @@ class Machine:
         while resolved:
             slot = resolved.pop()
             end = self._value[slot]
-            for waiter in self._waiters.pop(slot, ()):
+            waiting, self._waiters[slot] = self._waiters[slot], None
+            for waiter in waiting if waiting.__class__ is list else (waiting,):
+                if waiter is None:
+                    continue
                 if isinstance(waiter, Process):
                     self._ready.append(waiter)
                 elif isinstance(waiter, int):  # a part of a batch
@@ -395,51 +401,90 @@ class Machine:
                         self._arrive_batch(following, parts, max(at, end))
 
 
-def _lanes_before(unit: Unit) -> list[list[int]]:
-    """Per host sync: the slots of the last op of each communicator issued before it."""
-    last = dict(unit.parent.lane_last) if unit.parent else {}
-    out, i, ops = [], 0, unit.stretch.ops
-    for sync in unit.stretch.syncs:
-        while i < len(ops) and ops[i].event < sync.event:
-            last[ops[i].lane] = unit.op_slot[i]
-            i += 1
-        out.append(list(last.values()) if sync.everything else [])
-    return out
-
-
-def _stream_program(unit: Unit, items) -> list[tuple]:
+def _previous_on_lane(unit: Unit) -> np.ndarray:
+    """Per op, the slot that tells when its communicator is free; -1 where the issuing stream knows already."""
     ops = unit.stretch.ops
-    out: list[tuple] = []
-    rows = zip(
-        items.code.tolist(), items.arg.tolist(), items.run_ns.tolist(), items.issue_ns.tolist(), strict=True
+    order = np.argsort(ops.lane, kind="stable")
+    follows = np.zeros(len(order), dtype=bool)
+    follows[1:] = ops.lane[order][1:] == ops.lane[order][:-1]
+    before = np.full(len(order), -1, dtype=np.int64)
+    before[order[follows]] = order[np.flatnonzero(follows) - 1]
+    slot = np.where(before >= 0, unit.op_slot[before], -1) if len(order) else before
+    known = (
+        (before >= 0) & ~ops.is_async[before] & (ops.stream[before] == ops.stream) if len(order) else follows
     )
-    for code, arg, run, issue in rows:
-        if code <= Code.COMM_ASYNC:
-            op, slot, previous, parts = ops[arg], unit.op_slot[arg], unit.op_previous[arg], unit.parts[arg]
-            if code == Code.COMM_SYNC:
-                issue = max(
-                    issue, op.host_ns
-                )  # the stream waits for the op, so it may as well wait for its issue
-                if len(parts) == 1:
-                    out.append((_SYNC, run, issue, slot, previous, op.host_ns))
-                else:
-                    out.append((_SYNC_BATCH, run, issue, slot, (previous, parts), op.host_ns))
-            elif len(parts) == 1:
-                out.append((_ASYNC, run, issue, slot, previous, op.host_ns))
-            else:
-                out.append((_ASYNC_BATCH, run, issue, slot, (previous, parts), op.host_ns))
-        elif code == Code.WAIT_WORK:
-            slot = unit.work_slot.get(arg, -1)
-            out.append((_WAIT if slot >= 0 else _SET, run, issue, slot, -1, 0.0))
-        elif code == Code.WAIT_EVENT:
-            slot = unit.event_slot.get(arg, -1)
-            out.append((_WAIT if slot >= 0 else _SET, run, issue, slot, -1, 0.0))
-        elif code == Code.RECORD:
-            out.append((_SET, run, issue, unit.event_slot[arg], -1, 0.0))
-        elif code == Code.MARK:
-            out.append((_SET, run, issue, unit.mark_slot[arg, items.stream], -1, 0.0))
-        elif code == Code.SEGMENT:
-            out.append((_BASE, run, issue, unit.sync_slot[arg], -1, 0.0))
-        else:
-            out.append((_SET, run, issue, unit.end_slot[items.stream], -1, 0.0))
+    slot[known] = -1
+    for i in np.flatnonzero(before < 0).tolist():
+        slot[i] = unit.lane_last.get(int(ops.lane[i]), -1)
+    return slot
+
+
+def _lanes_before(unit: Unit) -> list[list[int]]:
+    """Per host sync: slots of the last asynchronous op of each communicator issued before it.
+
+    Streams wait for synchronous ops themselves.
+    """
+    ops, syncs = unit.stretch.ops, unit.stretch.syncs
+    out: list[list[int]] = [[] for _ in syncs]
+    at = np.array([s.event for s in syncs], dtype=np.int64)
+    inherited = dict(unit.parent.lane_last) if unit.parent else {}
+    for lane in {*np.unique(ops.lane).tolist(), *inherited}:
+        mine = np.flatnonzero(ops.lane == lane)
+        last = np.searchsorted(ops.event[mine], at) - 1
+        for number, i in enumerate(last.tolist()):
+            if i < 0 and lane in inherited:
+                out[number].append(inherited[lane])
+            elif i >= 0 and ops.is_async[mine[i]]:
+                out[number].append(int(unit.op_slot[mine[i]]))
     return out
+
+
+def _stream_program(unit: Unit, items: StreamItems) -> list[tuple]:
+    """The inner loop's items: (code, D, C, slot, previous, host offset)."""
+    ops = unit.stretch.ops
+    code = _CODES[items.code]
+    slot = np.full(len(code), -1, dtype=np.int64)
+    previous = np.full(len(code), -1, dtype=np.int64)
+    host = np.zeros(len(code))
+    issue = items.issue_ns.copy()
+
+    comm = np.flatnonzero(items.code <= Code.COMM_ASYNC)
+    op = items.arg[comm]
+    slot[comm], previous[comm], host[comm] = unit.op_slot[op], unit.op_previous[op], ops.host_ns[op]
+    # A stream that waits for an op may as well wait for its issue.
+    sync = np.flatnonzero(items.code == Code.COMM_SYNC)
+    issue[sync] = np.maximum(issue[sync], host[sync])
+    waits = np.flatnonzero(items.code == Code.WAIT_WORK)
+    slot[waits] = unit.slots_of_works(items.arg[waits])
+    for which, table in (
+        (Code.WAIT_EVENT, unit.event_slot),
+        (Code.RECORD, unit.event_slot),
+        (Code.MARK, {number: s for (number, stream), s in unit.mark_slot.items() if stream == items.stream}),
+        (Code.SEGMENT, dict(enumerate(unit.sync_slot))),
+    ):
+        mine = np.flatnonzero(items.code == which)
+        slot[mine] = [table.get(arg, -1) for arg in items.arg[mine].tolist()]
+    slot[items.code == Code.END] = unit.end_slot[items.stream]
+    code[(code == _WAIT) & (slot < 0)] = _SET  # begun before the iteration: nothing to wait for
+
+    out = list(
+        zip(
+            code.tolist(),
+            items.run_ns.tolist(),
+            issue.tolist(),
+            slot.tolist(),
+            previous.tolist(),
+            host.tolist(),
+            strict=True,
+        )
+    )
+    batches = unit.linked.parts
+    for i in comm[np.isin(op, list(batches))].tolist() if batches else ():
+        kind, run, issued, end, before, offset = out[i]
+        batch = _SYNC_BATCH if kind == _SYNC else _ASYNC_BATCH
+        out[i] = (batch, run, issued, end, (before, batches[int(items.arg[i])]), offset)
+    return out
+
+
+_CODES = np.array([_SYNC, _ASYNC, _WAIT, _WAIT, _SET, _SET, _BASE, _SET], dtype=np.int64)
+"""Inner-loop code of each :class:`Code`."""
