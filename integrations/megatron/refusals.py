@@ -15,6 +15,7 @@ REFUSING = (
     ("megatron.core.tensor_parallel.layers", "ColumnParallelLinear.__init__"),
     ("megatron.core.tensor_parallel.layers", "RowParallelLinear.__init__"),
     ("megatron.core.transformer.transformer_block", "get_num_layers_to_build"),
+    ("megatron.core.transformer.dot_product_attention", "DotProductAttention.__init__"),
     ("megatron.core.transformer.torch_norm", "WrappedTorchNorm.__new__"),
     ("megatron.core.fusions.fused_layer_norm", "FusedLayerNorm.__init__"),
     ("megatron.core.optimizer", "get_megatron_optimizer"),
@@ -26,6 +27,7 @@ ADVICE = (
     ("persist_layer_norm", "install Apex, or add --no-persist-layer-norm"),
     ("scaled_masked_softmax", "add --no-masked-softmax-fusion"),
     ("rope_fusion", "install Transformer Engine, or add --no-rope-fusion"),
+    ("context parallelism is only supported", "install Transformer Engine as on the cluster"),
     ("apex", "install Apex (or Transformer Engine) as on the cluster, or switch the feature off"),
     ("transformer_engine", "install Transformer Engine as on the cluster, or use --transformer-impl local"),
     ("transformer engine", "install Transformer Engine as on the cluster, or use --transformer-impl local"),
@@ -54,5 +56,6 @@ def refusal(error: BaseException) -> PrismError:
         text = f"it asserts `{frame.line}`"
     where = f"{Path(frame.filename).name}:{frame.lineno}"
     lowered = text.lower()
-    advice = next((f"; {what}" for word, what in ADVICE if word in lowered), "")
-    return PrismError(f"Megatron refuses this configuration ({where}): {text}{advice}")
+    advice = next((f", {what}" for word, what in ADVICE if word in lowered), "")
+    # The message ends the line: Megatron appends to it where it happened.
+    return PrismError(f"Megatron refuses this configuration{advice} ({where}): {text}")
