@@ -40,7 +40,8 @@ def emit_all(
         write_predicted_log(rundir.predicted_log, log_lines, prediction)
         console.print(log_text(log_lines, prediction), markup=False, soft_wrap=True, end="")
     ranks, left_out = view.ranks_to_trace(max_events=MAX_TRACE_ROWS)
-    write_traces(rundir, view, ranks)
+    if ranks:
+        write_traces(rundir, view, ranks)
     files = written_files(rundir)
     if left_out:
         files.append(

@@ -5,9 +5,13 @@ Times come from a plain event-by-event pass over one rank (no peers), enough to 
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
+from prism_plugins.emit.predicted_log import write_predicted_log
+from prism_plugins.emit.prediction_json import write_prediction
+from prism_plugins.options import Job, Options
 from prism_plugins.program.model import (
     EVENT_DTYPE,
     Allocation,
@@ -28,10 +32,15 @@ from prism_plugins.program.prediction import (
     Prediction,
     SliceSummary,
 )
+from prism_plugins.program.slices import JobFacts, SliceReport, StageInfo
+from prism_plugins.program.store import save_program
+from prism_plugins.rundir import RunDir, RunInfo, write_json
 from prism_plugins.simulate.timeline import COMM_LANE, OpTimes
+from prism_plugins.world.classes import plan_representatives
 from prism_plugins.world.layout import Layout
 
 BF16 = "bfloat16"
+LAYOUT = Layout(world_size=8, tp=2, pp=2, dp=2, num_microbatches=4)
 
 
 def _spec(*shape, dtype=BF16, strides=()):
@@ -109,7 +118,7 @@ class Recorder:
 
 def make_program(rank=0, *, layout=None, layers=2, source="sliced"):
     """One 1F1B iteration of ``rank``."""
-    layout = layout or Layout(world_size=8, tp=2, pp=2, dp=2, num_microbatches=4)
+    layout = layout or LAYOUT
     r = Recorder(rank, layout)
     tp = r.group("tp", "TENSOR_MODEL_PARALLEL_GROUP")
     dp = r.group("dp", "DATA_PARALLEL_GROUP_WITH_CP")
@@ -262,3 +271,27 @@ def prediction():
         audit=Audit(),
         simulate_seconds=0.4,
     )  # fmt: skip
+
+
+FACTS = JobFacts(
+    framework="megatron",
+    layout=LAYOUT,
+    stages=(StageInfo(fingerprint="first"), StageInfo(fingerprint="last")),
+)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, prediction):
+    """A finished run under prism_out, in the working directory, with the slices that inference needs."""
+    monkeypatch.chdir(tmp_path)
+    rundir = RunDir(tmp_path / "prism_out" / "20260101-000000-train")
+    sliced = sorted(r.rank for r in plan_representatives(FACTS))
+    for rank in sliced:
+        rundir.slice(rank).path.mkdir(parents=True)
+        save_program(make_program(rank), rundir.slice(rank).program)
+        write_json(rundir.slice(rank).report, SliceReport(rank=rank, status="ok", facts=FACTS))
+    job = Job(options=Options(world_size=8), run_as="script", argv=("train.py",))
+    rundir.write_info(RunInfo(job=job, status="ok", facts=FACTS, slices=tuple(sliced)))
+    write_prediction(rundir.prediction, msgspec.structs.replace(prediction, world_size=8))
+    write_predicted_log(rundir.predicted_log, [" iteration 1/ 2 | elapsed 1.2 |"], prediction)
+    return rundir

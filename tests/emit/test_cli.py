@@ -7,45 +7,9 @@ import pathlib
 import subprocess
 import sys
 
-import msgspec
 import pytest
 
 from prism_plugins import cli, cli_doctor, cli_run
-from prism_plugins.emit.predicted_log import write_predicted_log
-from prism_plugins.emit.prediction_json import write_prediction
-from prism_plugins.options import Job, Options
-from prism_plugins.program.slices import JobFacts, SliceReport, StageInfo
-from prism_plugins.program.store import save_program
-from prism_plugins.rundir import RunDir, RunInfo, write_json
-from prism_plugins.world.classes import plan_representatives
-from prism_plugins.world.layout import Layout
-
-LAYOUT = Layout(world_size=8, tp=2, pp=2, dp=2, num_microbatches=4)
-
-
-FACTS = JobFacts(
-    framework="megatron",
-    layout=LAYOUT,
-    stages=(StageInfo(fingerprint="first"), StageInfo(fingerprint="last")),
-)
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch, prediction, build):
-    """A finished run under prism_out, in the working directory, with the slices that inference needs."""
-    make_program, _ = build
-    monkeypatch.chdir(tmp_path)
-    rundir = RunDir(tmp_path / "prism_out" / "20260101-000000-train")
-    sliced = sorted(r.rank for r in plan_representatives(FACTS))
-    for rank in sliced:
-        rundir.slice(rank).path.mkdir(parents=True)
-        save_program(make_program(rank, layout=LAYOUT), rundir.slice(rank).program)
-        write_json(rundir.slice(rank).report, SliceReport(rank=rank, status="ok", facts=FACTS))
-    job = Job(options=Options(world_size=8), run_as="script", argv=("train.py",))
-    rundir.write_info(RunInfo(job=job, status="ok", facts=FACTS, slices=tuple(sliced)))
-    write_prediction(rundir.prediction, msgspec.structs.replace(prediction, world_size=8))
-    write_predicted_log(rundir.predicted_log, [" iteration 1/ 2 | elapsed 1.2 |"], prediction)
-    return rundir
 
 
 def refused(capsys, *words):
@@ -93,7 +57,7 @@ class TestOps:
     def test_json_has_one_object_a_line_in_issue_order(self, run, build, capsys):
         assert cli.main(["ops", "latest", "--rank", "0", "--json"]) == 0
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        program = build[0](0, layout=LAYOUT)
+        program = build[0](0)
         assert [row["index"] for row in rows] == [
             i for i, kind in enumerate(program.events["kind"].tolist()) if kind in (0, 1)
         ]
