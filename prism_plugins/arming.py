@@ -141,6 +141,12 @@ def parse_command_line(orig_argv: Sequence[str]) -> CommandLine:
     return CommandLine(tuple(flags), "interactive", "", ())
 
 
+def slice_interpreter_flags() -> list[str]:
+    """Interpreter options for slices: those the user's was started with; -P because of ``-m`` (see script.py)."""
+    flags = list(parse_command_line(sys.orig_argv).flags)
+    return flags if "-P" in flags else [*flags, "-P"]
+
+
 def take_over() -> None:
     """Replace this process by the conductor when it is the training script; return otherwise."""
     if not sys.executable or hasattr(sys, "ps1") or sys.flags.interactive:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from prism_plugins.arming import slice_interpreter_flags
 from prism_plugins.errors import FileFormatError, PrismError
 from prism_plugins.program.model import SCHEMA
 from prism_plugins.program.slices import SliceReport, SliceSpec
@@ -177,7 +178,9 @@ class SliceCache:
 
 
 def default_root() -> Path:
-    """XDG_CACHE_HOME/prism_plugins/slices."""
+    """PRISM_SLICE_CACHE, or XDG_CACHE_HOME/prism_plugins/slices."""
+    if own := os.environ.get("PRISM_SLICE_CACHE"):
+        return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "prism_plugins" / "slices"
 
@@ -192,7 +195,7 @@ def slice_key(spec: SliceSpec) -> str:
         os.getcwd(),
         sorted(relevant_environment(slice_environment(spec)).items()),
         sys.version,
-        list(sys.flags),
+        slice_interpreter_flags(),
         _installed(),
         _own_sources(),
         [msgspec.to_builtins(_stamp(path, with_mtime=False)) for path in _files_named(spec.argv)],

@@ -23,13 +23,13 @@ from prism_plugins.predict import Evidence, predict, predict_memory
 from prism_plugins.program.slices import JobFacts
 from prism_plugins.progress import Progress
 from prism_plugins.rundir import RunDir, create
-from prism_plugins.slice_plan import check_facts, dependencies, plan_slices
+from prism_plugins.slice_plan import check_facts, dependencies, plan_audited, plan_slices
 from prism_plugins.slice_pool import SlicePool
 from prism_plugins.slice_runner import Executor, SliceRunner
 
 
 def conduct(job: Job) -> int:
-    """Run the whole emulation; returns the exit status.
+    """Run the whole emulation; returns the exit status, 1 when an audited rank differs from what was inferred.
 
     Raises:
         PrismError: a mistake the user can act on.
@@ -42,7 +42,7 @@ def conduct(job: Job) -> int:
     if not launch.leads:
         return serve(launch, jobs=options.jobs)
     rundir = create(job)
-    with rundir.recording(job, launch_world=launch.world) as record, Progress() as progress:
+    with rundir.recording(job, cluster=cluster, launch_world=launch.world) as record, Progress() as progress:
         with slices_of(job, launch, cluster, rundir, progress) as runner:
             facts = runner.facts
             progress.stage("inferring the programs of all ranks")
@@ -51,8 +51,9 @@ def conduct(job: Job) -> int:
                 runner.add({rank: dependencies(facts, rank) for rank in ranks})
                 runner.run()
 
-            programs = stages.infer(facts, lambda: runner.reports, rundir, slice_more=slice_more)
-        record(facts=facts, slices=tuple(sorted(runner.reports)))
+            programs = stages.infer(facts, lambda: runner.sliced, rundir, slice_more=slice_more)
+        record(facts=facts, slices=tuple(sorted(runner.sliced)), audited=tuple(sorted(runner.audited)))
+        audit, differences = stages.audit(programs, runner.audited, rundir)
 
         progress.stage(f"simulating {options.world_size} ranks")
         costs = build_cost_model(cluster)
@@ -70,7 +71,8 @@ def conduct(job: Job) -> int:
                 costs=costs,
                 timeline=timeline,
                 memory=predict_memory(programs, cluster),
-                findings=faults,
+                findings=(*faults, *differences),
+                audit=audit,
             )
         )
 
@@ -85,7 +87,7 @@ def conduct(job: Job) -> int:
             gpus_per_node=cluster.gpus_per_node,
         )
         emit_all(rundir, prediction, view=view, log_lines=log_lines)
-    return 0
+    return 1 if differences else 0
 
 
 @contextlib.contextmanager
@@ -114,10 +116,12 @@ def slices_of(
             runner.run_for_real(address)
         else:
 
-            def plan(facts: JobFacts) -> None:
+            def plan_rest(facts: JobFacts) -> None:
                 check_facts(facts, options)
-                runner.add(plan_slices(facts, options))
+                plan = plan_slices(facts, options)
+                runner.add(plan)
+                runner.add(plan_audited(facts, options, sliced=plan), audit=True)
 
             runner.add({0: ()})
-            runner.run(on_facts=plan)
+            runner.run(on_facts=plan_rest)
         yield runner

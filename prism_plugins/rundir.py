@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from prism_plugins import __version__
+from prism_plugins.costs.cluster import Cluster
 from prism_plugins.errors import FileFormatError, Interrupted, PrismError
 from prism_plugins.options import Job
 from prism_plugins.program.model import SCHEMA
@@ -35,6 +36,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     status: str = "running"
     """``running``, ``ok``, ``failed`` or ``interrupted``."""
     job: Job
+    cluster: Cluster | None = None
+    """As it was described when the run was made; its file may have changed since."""
     launch_world: int = 1
     """Physical ranks of the launch."""
     facts: JobFacts | None = None
@@ -99,10 +102,11 @@ class RunDir:
         write_json(self.run, info)
 
     @contextlib.contextmanager
-    def recording(self, job: Job, *, launch_world: int) -> Iterator[Callable[..., None]]:
+    def recording(self, job: Job, *, cluster: Cluster, launch_world: int) -> Iterator[Callable[..., None]]:
         """Keep run.json up to date while the run goes on; yields a function that changes fields of it."""
         info = RunInfo(
             job=job,
+            cluster=cluster,
             launch_world=launch_world,
             started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             versions=_versions(),

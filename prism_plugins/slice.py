@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -182,8 +183,19 @@ def device_assumptions(stats: DeviceStats) -> list[str]:
     return lines
 
 
+def _end_with_parent() -> None:
+    """Have the kernel end this process when the conductor is killed outright (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
+
+
 def main() -> None:
     """Entry point of the child process; never returns."""
+    _end_with_parent()
     spec = read_json(Path(sys.argv[1]), SliceSpec)
     piece = Slice(spec)
     try:

@@ -42,4 +42,6 @@ def slice_environment(spec: SliceSpec, base: Mapping[str, str] = os.environ) -> 
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    # Inductor plans regions in a slice but compiles none: its pool of compiler processes would idle.
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     return env

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from prism_plugins.errors import PrismError
 from prism_plugins.options import Options
 from prism_plugins.program.slices import JobFacts
+from prism_plugins.world.audit import plan_audit
 from prism_plugins.world.classes import plan_representatives, plan_roles
 
 
@@ -24,6 +27,13 @@ def plan_slices(facts: JobFacts, options: Options) -> dict[int, tuple[int, ...]]
     for rank in options.ranks:
         plan.setdefault(rank, dependencies(facts, rank))
     return plan
+
+
+def plan_audited(facts: JobFacts, options: Options, *, sliced: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """Ranks to slice only for the comparison, with the ranks whose journals they need."""
+    if not options.audit:
+        return {}
+    return {rank: dependencies(facts, rank) for rank in plan_audit(facts, options.audit, sliced=sliced)}
 
 
 def dependencies(facts: JobFacts, rank: int) -> tuple[int, ...]:

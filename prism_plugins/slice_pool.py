@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from prism_plugins.arming import parse_command_line
+from prism_plugins.arming import slice_interpreter_flags
 from prism_plugins.errors import FileFormatError
 from prism_plugins.program.slices import SliceReport, SliceSpec
 from prism_plugins.rundir import SliceDir, read_json, write_json, writing
@@ -54,7 +54,7 @@ class SliceProcess:
         self._lock = threading.Lock()
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self.process = subprocess.Popen(
-            [sys.executable, *_interpreter_flags(), "-m", "prism_plugins.slice", str(self.dir.spec)],
+            [sys.executable, *slice_interpreter_flags(), "-m", "prism_plugins.slice", str(self.dir.spec)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -187,9 +187,3 @@ class SlicePool:
             child.process.wait()
             child.finish()
         self._running = []
-
-
-def _interpreter_flags() -> list[str]:
-    """The options the user's interpreter was started with, for the slice; -P because of ``-m`` (see script.py)."""
-    flags = list(parse_command_line(sys.orig_argv).flags)
-    return flags if "-P" in flags else [*flags, "-P"]

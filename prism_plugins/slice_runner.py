@@ -50,6 +50,8 @@ class SliceRunner:
         progress: Progress,
     ) -> None:
         self.reports: dict[int, SliceReport] = {}
+        self.audited: set[int] = set()
+        """Ranks sliced only to be compared; inference must not see them."""
         self._job = job
         self._gpu = gpu
         self._gpus_per_node = gpus_per_node
@@ -69,8 +71,17 @@ class SliceRunner:
             raise SliceFailed("prism: error: the script trained, but its framework told no layout")
         return facts
 
-    def add(self, plan: dict[int, tuple[int, ...]]) -> None:
-        """Queue ranks (rank → ranks whose journals it needs); those known already are left alone."""
+    @property
+    def sliced(self) -> dict[int, SliceReport]:
+        """Reports of the slices that inference may use."""
+        return {rank: report for rank, report in self.reports.items() if rank not in self.audited}
+
+    def add(self, plan: dict[int, tuple[int, ...]], *, audit: bool = False) -> None:
+        """Queue ranks (rank → ranks whose journals it needs); those known already are not run again."""
+        if audit:
+            self.audited |= set(plan)
+        else:
+            self.audited -= set(plan)
         for rank, depends_on in plan.items():
             if rank not in self.reports and rank not in self._running:
                 self._waiting.setdefault(rank, depends_on)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from prism_plugins.costs.base import CostModel
 from prism_plugins.errors import CannotDeriveError, PrismError, SliceFailed
 from prism_plugins.integration import Integration
 from prism_plugins.program.infer import infer_job
 from prism_plugins.program.job import JobPrograms
-from prism_plugins.program.prediction import Finding, Prediction
+from prism_plugins.program.prediction import Audit, Finding, Prediction
 from prism_plugins.program.slices import JobFacts, SliceReport
 from prism_plugins.program.store import load_program
 from prism_plugins.rundir import RunDir
 from prism_plugins.simulate.timeline import Timeline
+from prism_plugins.world.audit import audit_ranks, summarize
 
 
 def infer(
@@ -41,6 +42,17 @@ def infer(
                     f"prism: error: the programs of all ranks cannot be derived: {error}"
                 ) from error
             slice_more(missing)
+
+
+def audit(programs: JobPrograms, ranks: Collection[int], rundir: RunDir) -> tuple[Audit, tuple[Finding, ...]]:
+    """Compare the inferred programs of audited ranks with their slices; a finding for each that differs."""
+    audits = audit_ranks(programs, {rank: load_program(rundir.slice(rank).program) for rank in ranks})
+    findings = tuple(
+        Finding(kind="audit", severity="error", ranks=str(a.rank), phase="", message=a.message)
+        for a in audits
+        if not a.matched
+    )
+    return summarize(audits), findings
 
 
 def simulate(programs: JobPrograms, costs: CostModel) -> tuple[Timeline | None, tuple[Finding, ...]]:

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.errors import FileFormatError, Interrupted, PrismError
 from prism_plugins.options import Job, Options
 from prism_plugins.rundir import RunDir, RunInfo, create, read_json, write_bytes, write_json
@@ -26,19 +27,20 @@ def test_default_name_and_no_collision(tmp_path, monkeypatch):
 
 def test_info_round_trip(tmp_path):
     rundir = create(job(str(tmp_path / "run")))
-    with rundir.recording(job(), launch_world=2) as record:
+    with rundir.recording(job(), cluster=load_cluster(), launch_world=2) as record:
         assert rundir.read_info().status == "running"
         record(slices=(0, 7))
     info = rundir.read_info()
     assert (info.status, info.slices, info.launch_world) == ("ok", (0, 7), 2)
     assert info.job == job()
+    assert info.cluster == load_cluster()
     assert "torch" in info.versions
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError(), "failed"), (Interrupted(2), "interrupted")])
 def test_info_says_how_a_run_ended(tmp_path, error, status):
     rundir = create(job(str(tmp_path)))
-    with pytest.raises(type(error)), rundir.recording(job(), launch_world=1):
+    with pytest.raises(type(error)), rundir.recording(job(), cluster=load_cluster(), launch_world=1):
         raise error
     assert rundir.read_info().status == status
 
