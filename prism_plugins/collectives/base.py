@@ -212,12 +212,14 @@ class RecordingGroup(dist.ProcessGroup):
             return self._coalescing, True
         return self._recorder.new_work(), getattr(opts, "asyncOp", True)
 
-    def _end(self, work: int, is_async: bool, tensors: Sequence[Tensor]) -> dist.Work:
+    def _end(
+        self, work: int, is_async: bool, writes: Sequence[Tensor], reads: Sequence[Tensor] = ()
+    ) -> dist.Work:
         if self._coalescing is not None:
-            self._coalesced.extend(tensors)
+            self._coalesced += [*writes, *reads]
             return COMPLETED
         if is_async:
-            return VirtualWork(self._recorder, work=work, tensors=tensors)
+            return VirtualWork(self._recorder, work=work, tensors=writes, reads=reads)
         return COMPLETED
 
     def _record(

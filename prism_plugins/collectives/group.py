@@ -31,12 +31,12 @@ class VirtualProcessGroup(ObjectCalls):
 
     def _end_coalescing(self, device: Any = None) -> CompletedWork:
         work, self._coalescing = self._coalescing, None
-        tensors, self._coalesced = self._coalesced, []
+        reads, self._coalesced = self._coalesced, []
         finish, self._finish = self._finish, []
         return VirtualWork(
             self._recorder,
             work=work,
-            tensors=tensors,
+            reads=reads,
             finish=(lambda: _finish_all(finish)) if finish else None,
         )
 
@@ -106,7 +106,7 @@ class VirtualProcessGroup(ObjectCalls):
                 "all_gather", shard.device.type, shard.dtype, shard.numel(), out_numel, work, is_async
             )
             self._peers.all_gather_list(gathered, shard)
-        return self._end(work, is_async, [t for gathered in outputs for t in gathered])
+        return self._end(work, is_async, [t for gathered in outputs for t in gathered], inputs)
 
     def allgather_coalesced(self, output_lists: Any, inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """all_gather of several tensors: ``output_lists[member][i]`` receives ``inputs[i]`` of a member."""
@@ -131,7 +131,7 @@ class VirtualProcessGroup(ObjectCalls):
                 "all_gather", shard.device.type, shard.dtype, shard.numel(), output.numel(), work, is_async
             )
             self._peers.all_gather(output, shard)
-        return self._end(work, is_async, outputs)
+        return self._end(work, is_async, outputs, shards)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Gather to the root. ``opts`` may be the root's group rank."""
@@ -146,7 +146,7 @@ class VirtualProcessGroup(ObjectCalls):
                 "gather", shard.device.type, shard.dtype, shard.numel(), out_numel, work, is_async, peer=root
             )
             self._peers.gather(gathered, shard, root)
-        return self._end(work, is_async, [t for gathered in outputs or () for t in gathered])
+        return self._end(work, is_async, [t for gathered in outputs or () for t in gathered], inputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Scatter from the root. ``opts`` may be the root's group rank."""
@@ -168,7 +168,7 @@ class VirtualProcessGroup(ObjectCalls):
                 peer=root,
             )
             self._peers.scatter(output, parts, root, sequence=self._sequence)
-        return self._end(work, is_async, outputs)
+        return self._end(work, is_async, outputs, [t for parts in inputs or () for t in parts])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """reduce_scatter of lists: ``inputs[i]`` has a tensor a member."""
@@ -190,7 +190,7 @@ class VirtualProcessGroup(ObjectCalls):
                 op=op,
             )
             self._peers.reduce_scatter_list(output, parts, op, factor)
-        return self._end(work, is_async, outputs)
+        return self._end(work, is_async, outputs, [t for parts in inputs for t in parts])
 
     def reduce_scatter_single(
         self, output: Tensor, full: Tensor, opts: Any = None, timeout: Any = None
@@ -219,7 +219,7 @@ class VirtualProcessGroup(ObjectCalls):
                 op=op,
             )
             self._peers.reduce_scatter(output, full, op, factor)
-        return self._end(work, is_async, outputs)
+        return self._end(work, is_async, outputs, inputs)
 
     def all_to_all_single(
         self,
@@ -247,7 +247,7 @@ class VirtualProcessGroup(ObjectCalls):
             recv=_uneven(recv_rows, _row_numel(output)),
         )
         self._peers.all_to_all(output, source, recv_rows, send_rows)
-        return self._end(work, is_async, [output])
+        return self._end(work, is_async, [output], [source])
 
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: Any = None
@@ -269,7 +269,7 @@ class VirtualProcessGroup(ObjectCalls):
             recv=_uneven(recv, 1),
         )
         self._peers.all_to_all_list(outputs, inputs)
-        return self._end(work, is_async, outputs)
+        return self._end(work, is_async, outputs, inputs)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Barrier."""

@@ -59,10 +59,14 @@ class CompletedWork(dist.Work):
 class VirtualWork(CompletedWork):
     """The handle of an asynchronous call: the first wait on each stream is recorded.
 
+    Like NCCL's, it keeps the tensors it writes alive as long as it lives, and those it only reads until the
+    first wait.
+
     Args:
         recorder: receives ``wait(work)``.
         work: id of the recorded call.
         tensors: what the call writes.
+        reads: what the call only reads.
         source: group rank of the sender of a recv.
         finish: for calls that are really executed, blocks until the values have arrived.
     """
@@ -73,6 +77,7 @@ class VirtualWork(CompletedWork):
         *,
         work: int,
         tensors: Sequence[Tensor] = (),
+        reads: Sequence[Tensor] = (),
         source: int = -1,
         finish: Callable[[], int | None] | None = None,
     ) -> None:
@@ -80,6 +85,7 @@ class VirtualWork(CompletedWork):
         self._recorder = recorder
         self._work = work
         self._tensors = tensors
+        self._reads = reads
         self._source = source
         self._finish = finish
         self._waited: set[int] | None = None
@@ -89,20 +95,18 @@ class VirtualWork(CompletedWork):
         stream = _current_stream()
         if self._waited is None:
             self._waited = {stream}
+            self._reads = ()
+            self._arrive()
         elif stream in self._waited:
             return True
         else:
             self._waited.add(stream)
         self._recorder.wait(self._work)
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            source = finish()
-            if source is not None:
-                self._source = source
         return True
 
     def is_completed(self) -> bool:
-        """Always: virtual peers answer at once, and a poll must not spin."""
+        """Always: virtual peers answer at once, and real ones are waited for, so that no poll spins."""
+        self._arrive()
         return True
 
     def result(self) -> list[Tensor]:
@@ -116,33 +120,39 @@ class VirtualWork(CompletedWork):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """A completed future of the tensors the call wrote; its ``wait`` is the wait of this handle."""
-        future = _completed_future(self.result(), kind=_WaitingFuture)
-        future.work = self
-        return future
+        """A completed future of the tensors the call wrote.
+
+        Whoever waits for it, in Python or C++, makes its stream wait for the call: as with NCCL, the event in the
+        future is recorded on a stream of its own that has waited for the call.
+        """
+        self._arrive()
+        if not library.is_loaded():
+            return _completed_future(self.result())
+        device = library.call("get_device")
+        before = library.call("exchange_stream", device, library.call("external_stream", _FUTURES))
+        try:
+            self._recorder.wait(self._work)
+            return _completed_future(self.result())
+        finally:
+            library.call("exchange_stream", device, before)
 
     getFuture = get_future
 
-
-class _WaitingFuture(torch.futures.Future):
-    """A future whose Python ``wait`` and ``value`` make the current stream wait for the collective."""
-
-    work: VirtualWork | None = None
-
-    def wait(self) -> Any:
-        if self.work is not None:
-            self.work.wait()
-        return super().wait()
-
-    def value(self) -> Any:
-        if self.work is not None:
-            self.work.wait()
-        return super().value()
+    def _arrive(self) -> None:
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            source = finish()
+            if source is not None:
+                self._source = source
 
 
-def _completed_future(tensors: list[Tensor], kind: type = torch.futures.Future) -> torch.futures.Future:
+_FUTURES = 0x507269736D
+"""Stands for the ``cudaStream_t`` on which futures are completed."""
+
+
+def _completed_future(tensors: list[Tensor]) -> torch.futures.Future:
     devices = list({t.device for t in tensors if t.device.type != "cpu"})
-    future = kind(devices=devices) if devices else kind()
+    future = torch.futures.Future(devices=devices) if devices else torch.futures.Future()
     future.set_result(tensors)
     return future
 
