@@ -32,21 +32,21 @@ def one_f_one_b(*, stage: int, num_stages: int, num_microbatches: int) -> tuple[
     to_previous = () if first else ("send_backward",), () if first else ("recv_forward",)
     for i in range(warmup):
         s.add("recv_forward", *to_previous[1])
-        s.add("forward", "forward", microbatch=i)
+        s.add("forward", "forward", microbatch=i, chunk=0)
         s.add("send_forward", *to_next[0])
     if steady:
         s.add("recv_forward", *to_previous[1])
     for i in range(steady):
-        s.add("forward", "forward", microbatch=warmup + i)
+        s.add("forward", "forward", microbatch=warmup + i, chunk=0)
         s.add("send_forward_recv_backward", *to_next[0], *to_next[1])
-        s.add("backward", "backward", microbatch=i)
+        s.add("backward", "backward", microbatch=i, chunk=0)
         if i == steady - 1:
             s.add("send_backward", *to_previous[0])
         else:
             s.add("send_backward_recv_forward", *to_previous[0], *to_previous[1])
     for i in range(warmup):
         s.add("recv_backward", *to_next[1])
-        s.add("backward", "backward", microbatch=steady + i)
+        s.add("backward", "backward", microbatch=steady + i, chunk=0)
         s.add("send_backward", *to_previous[0])
     s.add("grad_sync", "grad_sync")
     return tuple(s.phases)
