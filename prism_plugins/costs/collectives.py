@@ -113,7 +113,11 @@ class CollectiveModel:
         nbytes = float(comm.nbytes)
         kind = comm.kind
         if place.size <= 1:
-            seconds, rule = self._local_copy(nbytes), "local"
+            # NCCL's single-rank kernel copies only out of place; torch's reductions and broadcasts are in place.
+            copied = (
+                nbytes if kind in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter") else 0.0
+            )
+            seconds, rule = self._local_copy(copied), "local"
         elif kind in ("send", "recv"):
             seconds, rule = self.p2p_seconds(nbytes, inter=place.num_nodes > 1), "p2p"
         elif kind == "all_to_all":
