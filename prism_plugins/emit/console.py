@@ -107,25 +107,39 @@ def _title(p: Prediction) -> Text:
 
 
 def _verdict(p: Prediction) -> Text:
+    """Does it run, can the answer be trusted, does it fit: each from the findings."""
+    ranks_of: dict[tuple[str, str], list[str]] = {}
+    for finding in p.findings:
+        ranks_of.setdefault((finding.kind, finding.severity), []).append(finding.ranks)
     text = Text()
-    blockers = [f for f in p.findings if f.severity == "error" and f.kind != "oom"]
-    for finding in blockers:
-        text.append(f"does not run: {finding.kind}", style="bold red")
-        text.append(f" on ranks {shorten_ranks(finding.ranks)}\n" if finding.ranks else "\n")
-    over = [m for m in p.memory if m.device_used_bytes > m.capacity_bytes]
-    if over:
+    for (kind, severity), ranks in ranks_of.items():
+        if severity == "error" and kind not in ("oom", "audit"):
+            text.append(f"does not run: {kind}", style="bold red")
+            text.append(f" on ranks {_join(ranks)}\n" if any(ranks) else "\n")
+    if ("audit", "error") in ranks_of:
+        text.append("not to be trusted", style="bold red")
+        text.append(f": ranks {_join(ranks_of['audit', 'error'])} do not run what was inferred for them\n")
+    if not p.memory:
+        return text
+    if ("oom", "error") in ranks_of:
         text.append("out of memory", style="bold red")
-        text.append(" on ranks " + shorten_ranks(",".join(m.ranks for m in over), max_runs=6))
-    elif p.memory:
-        text.append("fits" if not blockers else "memory would fit", style="bold green")
-    if p.memory:
-        worst = tightest(p.memory)
-        share = 100 * worst.device_used_bytes / max(worst.capacity_bytes, 1)
-        text.append(
-            f"; tightest is {worst.name}: {gib(worst.device_used_bytes)} of {gib(worst.capacity_bytes)}"
-            f" ({share:.1f} %)"
-        )
+        text.append(f" on ranks {_join(ranks_of['oom', 'error'])}")
+    elif ("oom", "warning") in ranks_of:
+        text.append("fits, but hardly,", style="bold yellow")
+        text.append(f" on ranks {_join(ranks_of['oom', 'warning'])}")
+    else:
+        text.append("fits", style="bold green")
+    worst = tightest(p.memory)
+    share = 100 * worst.device_used_bytes / max(worst.capacity_bytes, 1)
+    text.append(
+        f"; tightest is {worst.name}: {gib(worst.device_used_bytes)} of {gib(worst.capacity_bytes)} ({share:.1f} %)"
+    )
     return text
+
+
+def _join(ranks: Sequence[str]) -> str:
+    """Rank lists of several findings as one."""
+    return shorten_ranks(",".join(r for r in ranks if r), max_runs=6)
 
 
 def _speed(p: Prediction) -> Text:

@@ -49,11 +49,16 @@ def test_colour_on_a_terminal(prediction):
 
 def test_out_of_memory_names_the_ranks(prediction):
     over = msgspec.structs.replace(prediction.memory[0], device_used_bytes=85 * 2**30)
-    memory = (over, prediction.memory[1])
-    verdict = line_of(shown(prediction, memory=memory), "Verdict")
+    finding = Finding(kind="oom", severity="error", ranks="0,32", phase="backward", message="needs 85.0 GiB")
+    verdict = line_of(shown(prediction, memory=(over, prediction.memory[1]), findings=(finding,)), "Verdict")
     assert "out of memory on ranks 0,32" in verdict
     assert "fits" not in verdict
     assert "106.2 %" in verdict
+
+
+def test_little_room_is_said(prediction):
+    finding = Finding(kind="oom", severity="warning", ranks="0,32", phase="backward", message="hardly fits")
+    assert "fits, but hardly, on ranks 0,32" in line_of(shown(prediction, findings=(finding,)), "Verdict")
 
 
 def test_a_hang_is_the_verdict(prediction):
