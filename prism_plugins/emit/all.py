@@ -17,7 +17,7 @@ from prism_plugins.emit.ranks import format_ranks
 from prism_plugins.program.prediction import Prediction
 from prism_plugins.rundir import RunDir
 
-MAX_TRACE_ROWS = 600_000
+MAX_TRACE_ROWS = 1_000_000
 """Program rows traced by default, over all classes: about 10 s. ``prism trace`` writes any other rank."""
 
 

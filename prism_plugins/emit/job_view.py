@@ -46,12 +46,12 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def ranks_to_trace(self, *, max_events: int) -> tuple[list[int], int]:
-        """One rank per class, the slowest first, as many as fit into ``max_events`` rows but at least one; and how
-        many classes were left out. Nothing when the job would not run."""
+        """One rank per class, the slowest, the first and the last class before the others, as many as fit into
+        ``max_events`` rows but at least one; and how many classes were left out. Nothing when the job would not run."""
         if self.timeline is None:
             return [], 0
         slowest = self.timeline.slowest_class
-        order = [slowest, *(i for i in range(len(self.job.classes)) if i != slowest)]
+        order = list(dict.fromkeys((slowest, 0, len(self.job.classes) - 1, *range(len(self.job.classes)))))
         ranks: list[int] = []
         rows = 0
         for i in order:

@@ -59,9 +59,8 @@ class TraceContext(msgspec.Struct, frozen=True, kw_only=True):
     """To name the rule behind every kernel's duration."""
 
 
-def write_kineto(path: Path, program: Program, times: OpTimes, context: TraceContext) -> int:
-    """Write the trace of one rank, gzipped, and return the number of events in it. The file appears when complete."""
-    count = 0
+def write_kineto(path: Path, program: Program, times: OpTimes, context: TraceContext) -> None:
+    """Write the trace of one rank, gzipped. The file appears when it is complete."""
     with (
         replaced_file(path) as temporary,
         gzip.GzipFile(fileobj=temporary, filename="", mode="wb", compresslevel=3, mtime=0) as out,
@@ -71,12 +70,9 @@ def write_kineto(path: Path, program: Program, times: OpTimes, context: TraceCon
         for event in trace_events(program, times, context):
             chunk.append(event)
             if len(chunk) == 8192:
-                count += len(chunk)
                 out.write((",\n".join(chunk) + ",\n").encode())
                 chunk.clear()
-        count += len(chunk)
         out.write((",\n".join(chunk) + "\n]}\n").encode())
-    return count
 
 
 def trace_events(program: Program, times: OpTimes, context: TraceContext) -> Iterator[str]:

@@ -190,12 +190,12 @@ def test_a_program_of_the_size_of_gpt3_175b_takes_seconds(trace, build, tmp_path
     program = make_program(0, layout=layout, layers=75)
     assert len(program.events) > 280_000
     times = make_times(program)
-    began = time.perf_counter()
+    began = time.process_time()
     trace_path = tmp_path / "big.json.gz"
     write_kineto(
         trace_path, program, times, TraceContext(world_size=8, iteration_time_ns=float(times.end_ns.max()))
     )
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
 
 
 @pytest.mark.filterwarnings("ignore::Warning:hta")
