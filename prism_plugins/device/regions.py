@@ -38,6 +38,7 @@ class _Regions:
         self.real_script: Callable[..., Any] = torch.jit.script
         self._context = context
         self._backend: Callable[..., Any] | None = None
+        self._configure_thread: Callable[[], None] = lambda: None
 
     def compile(
         self,
@@ -97,19 +98,24 @@ class _Regions:
     def backend(self) -> Callable[..., Any]:
         """The backend; made at the first call."""
         if self._backend is None:
-            from prism_plugins.device.regions_inductor import install_inductor
+            from prism_plugins.device.regions_inductor import configure_thread, install_inductor
 
             self._backend = install_inductor(self._context)
+            self._configure_thread = configure_thread
         return self._backend
 
     def _region(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         compiled: Callable[..., Any] | None = None
+        failed = False
 
         @functools.wraps(function)
         def region(*args: Any, **kwargs: Any) -> Any:
-            nonlocal compiled
+            nonlocal compiled, failed
+            if failed:
+                return function(*args, **kwargs)
             if compiled is None:
                 compiled = self.real_compile(function, backend=self.backend(), dynamic=False, **options)
+            self._configure_thread()
             try:
                 return compiled(*args, **kwargs)
             except _compile_errors() as error:
@@ -117,7 +123,7 @@ class _Regions:
                     f"compiled region {_name(function)} could not be traced and runs op by op "
                     f"({type(error).__name__}: {str(error).splitlines()[0][:120]})"
                 )
-                compiled = function
+                failed = True
                 return function(*args, **kwargs)
 
         region._torchdynamo_inline = function

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,11 +51,8 @@ class FusedKernel:
 def install_inductor(context: SliceContext) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
     """Patch inductor so that it plans for the virtual device without Triton, and return the backend to give to
     ``torch.compile``. Imports Dynamo and inductor (about 2 s), therefore called at the first compiled call."""
-    import torch._dynamo.config as dynamo_config
-    import torch._functorch.config as functorch_config
     import torch._inductor.async_compile as async_compile
     import torch._inductor.compile_fx as compile_fx
-    import torch._inductor.config as inductor_config
     import torch._inductor.scheduler as scheduler
     import torch.utils._triton as triton_utils
     from torch._inductor.codegen import common
@@ -99,15 +97,8 @@ def install_inductor(context: SliceContext) -> Callable[[fx.GraphModule, Sequenc
     common.get_device_op_overrides("cuda")
     common.register_device_op_overrides("cuda", VirtualDeviceOps())
 
-    inductor_config.compile_threads = 1
-    inductor_config.fx_graph_cache = False
-    inductor_config.triton.cudagraphs = False
-    functorch_config.enable_autograd_cache = False
-    dynamo_config.automatic_dynamic_shapes = False
-    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 256)
-    dynamo_config.accumulated_recompile_limit = max(dynamo_config.accumulated_recompile_limit, 4096)
-
     def plan_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        configure_thread()
         if not _touches_gpu(gm, example_inputs):
             return _eager_graph(gm)
         fallback = fx.GraphModule(gm, gm.graph.__deepcopy__({}))
@@ -121,10 +112,32 @@ def install_inductor(context: SliceContext) -> Callable[[fx.GraphModule, Sequenc
             return _eager_graph(fallback)
 
     def inductor_without_triton(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        configure_thread()
         return compile_fx.compile_fx(gm, example_inputs, inner_compile=plan_graph)
 
     return inductor_without_triton
 
+
+def configure_thread() -> None:
+    """Set torch's compiler options in the calling thread. They are thread-local since torch 2.12, and graphs are
+    compiled by autograd's threads too."""
+    if getattr(_THREAD, "configured", False):
+        return
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    inductor_config.compile_threads = 1
+    inductor_config.fx_graph_cache = False
+    inductor_config.triton.cudagraphs = False
+    functorch_config.enable_autograd_cache = False
+    dynamo_config.automatic_dynamic_shapes = False
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 256)
+    dynamo_config.accumulated_recompile_limit = max(dynamo_config.accumulated_recompile_limit, 4096)
+    _THREAD.configured = True
+
+
+_THREAD = threading.local()
 
 _KERNELS: dict[str, FusedKernel] = {}
 """Kernels of the graph being lowered, by name. Names repeat between graphs; a graph takes its own when loaded."""

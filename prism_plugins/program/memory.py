@@ -77,11 +77,16 @@ def memory_of_class(
 
 
 def memory_of_program(
-    program: Program, *, overhead: DeviceOverhead | None = None, init_communicators: int = 1
+    program: Program,
+    *,
+    overhead: DeviceOverhead | None = None,
+    init_communicators: int = 1,
+    passes: int = 2,
 ) -> MemoryUse:
-    """Memory of one program over a steady iteration. See :func:`memory_of_class` for the arguments."""
+    """Memory of one program over a steady iteration: the last of ``passes`` in a row, starting from an allocator
+    that holds the initial allocations and nothing else. See :func:`memory_of_class` for the other arguments."""
     overhead = overhead or DeviceOverhead()
-    rows, steady = _emulate(program)
+    rows, steady = _emulate(program, passes=passes)
     peak_row = int(rows[steady.peak_index]) if len(rows) else -1
     uses = communicators(program)
     nccl = overhead.nccl_bytes(uses)
@@ -189,7 +194,7 @@ def memory_findings(classes: Iterable[ClassMemory]) -> list[Finding]:
     return findings
 
 
-def _emulate(program: Program, *, passes: int = 2) -> tuple[np.ndarray, AllocatorUse]:
+def _emulate(program: Program, *, passes: int) -> tuple[np.ndarray, AllocatorUse]:
     """Rows of the ALLOC and FREE events, and what the allocator did over them in the last pass."""
     events = program.events
     ids, requested = _requests(program)

@@ -225,3 +225,24 @@ def test_what_cannot_be_traced_runs_op_by_op_and_is_said():
 def test_modes_that_need_a_gpu_are_said_to_be_planned_as_default():
     assumed = assumptions_of(lambda: compiled(lambda x: x + 1, mode="max-autotune"))
     assert assumed == ["torch.compile(mode='max-autotune', options=None) is planned as mode='default'"]
+
+
+def test_regions_compile_on_autograds_threads():
+    """Megatron calls compiled gradients inside the backward of an autograd function."""
+    cases = load("region_cases")
+    back = compiled(cases.swiglu_back)
+
+    class SwiGLU(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            ctx.save_for_backward(y)
+            return cases.swiglu(y)
+
+        @staticmethod
+        def backward(ctx, g):
+            return back(g, *ctx.saved_tensors)
+
+    y = randn(512, 512, dtype=torch.bfloat16, grad=True)
+    ops = []
+    assert assumptions_of(lambda: ops.extend(recorded(lambda: SwiGLU.apply(y).sum().backward()))) == []
+    assert [s.op for s in ops].count("prism::fused") == 1
