@@ -20,6 +20,7 @@ is launched.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +44,7 @@ FIRST_CORRELATION = 1_000_000
 """HTA keeps event indices in the integer type that the correlations need; with pandas 3, small ones overflow it."""
 
 _SLOT = "\x00"
+_CHUNK_EVENTS = 8192
 _LAUNCH_US = 4
 """Length drawn for a launch call, where there is room; the host's time itself is the simulator's."""
 
@@ -66,13 +68,12 @@ def write_kineto(path: Path, program: Program, times: OpTimes, context: TraceCon
         gzip.GzipFile(fileobj=temporary, filename="", mode="wb", compresslevel=3, mtime=0) as out,
     ):
         out.write(_header(program, context).encode())
-        chunk: list[str] = []
-        for event in trace_events(program, times, context):
-            chunk.append(event)
-            if len(chunk) == 8192:
-                out.write((",\n".join(chunk) + ",\n").encode())
-                chunk.clear()
-        out.write((",\n".join(chunk) + "\n]}\n").encode())
+        separator = ""
+        events = trace_events(program, times, context)
+        while chunk := list(itertools.islice(events, _CHUNK_EVENTS)):
+            out.write((separator + ",\n".join(chunk)).encode())
+            separator = ",\n"
+        out.write(b"\n]}\n")
 
 
 def trace_events(program: Program, times: OpTimes, context: TraceContext) -> Iterator[str]:
@@ -106,7 +107,7 @@ def _header(program: Program, context: TraceContext) -> str:
                     "pg_desc": group.desc or "undefined",
                     "backend_config": f"cuda:{group.backend}",
                     "pg_size": len(group.ranks),
-                    "ranks": list(group.ranks[: names.MAX_LISTED_RANKS]),
+                    "ranks": list(group.ranks),
                 }
                 for group in joined
             ],
