@@ -9,17 +9,17 @@ optimizer shards get variants (:mod:`.shards`), and any single rank's groups are
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
 from prism_plugins.errors import CannotDeriveError
-from prism_plugins.program.derive import derive_stage
+from prism_plugins.program.derive import CapturedStage
 from prism_plugins.program.instantiate import Instantiator
 from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.model import Program
-from prism_plugins.program.shards import RankShards, derive_shard, shards_of_rank, work_of
-from prism_plugins.program.slices import JobFacts, OptimizerShard, SliceReport
+from prism_plugins.program.shards import RankShards, ShardedProgram, ShardIndex
+from prism_plugins.program.slices import JobFacts, SliceReport
 from prism_plugins.world.classes import Role, plan_roles, ranks_of_role
 from prism_plugins.world.layout import Layout
 
@@ -32,28 +32,39 @@ def infer_job(
     ``facts`` are the lead slice's; ``reports`` and ``programs`` are by sliced rank (audited ranks left out).
     Raises :class:`CannotDeriveError` whose ``ranks`` lists what has to be sliced in addition.
     """
-    classes, missing, reasons = [], [], []
+    inference = _Inference(facts, reports, programs)
+    classes: list[RankClass] = []
+    missing: set[int] = set()
+    reasons: list[str] = []
     for role in plan_roles(facts):
         try:
-            classes.append(_infer_role(facts, role, reports, programs))
+            classes.append(inference.infer(role))
         except CannotDeriveError as error:
-            missing += [rank for rank in error.ranks if rank not in programs]
+            missing.update(error.ranks)
             reasons.append(str(error))
     if reasons:
-        raise CannotDeriveError("; ".join(dict.fromkeys(reasons)), ranks=tuple(sorted(set(missing))))
+        raise CannotDeriveError(
+            "; ".join(dict.fromkeys(reasons)), ranks=tuple(sorted(missing - set(programs)))
+        )
     return JobPrograms(layout=facts.layout, classes=tuple(classes))
 
 
 def program_of(job: JobPrograms, rank: int) -> Program:
-    """The program of any rank, with its own groups and peers. Costs microseconds after the first of a class."""
+    """The program of any rank, with its own groups and peers. Costs microseconds after the first of a class,
+    milliseconds for a rank with an optimizer shard of its own."""
     cls = job.classes[job.class_of(rank)]
-    variant = cls.variant_of.get(rank)
-    program = cls.exemplar if variant is None else cls.variants[variant]
-    return _instantiator(program, job.layout).program_of(rank)
+    instantiator = _instantiator(cls.exemplar, job.layout)
+    key = cls.variant_of.get(rank)
+    if key is None:
+        return instantiator.program_of(rank)
+    variant = cls.variants[key]
+    if not instantiator.fits(variant):  # a slice of its own, with its own tables
+        instantiator = _instantiator(variant, job.layout)
+    return instantiator.program_of(rank, like=variant)
 
 
 _INSTANTIATORS: OrderedDict[tuple[int, Layout], tuple[Program, Instantiator]] = OrderedDict()
-_MAX_INSTANTIATORS = 256
+_MAX_INSTANTIATORS = 128
 
 
 def _instantiator(program: Program, layout: Layout) -> Instantiator:
@@ -67,90 +78,180 @@ def _instantiator(program: Program, layout: Layout) -> Instantiator:
     return entry[1]
 
 
-def _infer_role(
-    facts: JobFacts, role: Role, reports: Mapping[int, SliceReport], programs: Mapping[int, Program]
-) -> RankClass:
-    layout = facts.layout
-    ranks = ranks_of_role(layout, role)
-    own = [rank for rank in (role.representative, *sorted(programs)) if rank in programs and rank in ranks]
-    if own:
-        source = own[0]
-        program = programs[source]
-    else:
-        source = role.representative
-        program = _derived(facts, role, programs, fallback=int(ranks[0]))
-    shards = _shards_of_slice(reports[source])
-    captured = shards_of_rank(layout, shards, source)
-    variants, variant_of = _variants(layout, ranks, program, shards, captured, own, programs)
-    return RankClass(
-        name=_name(layout, role),
-        ranks=ranks,
-        representative=source,
-        exemplar=_instantiator(program, layout).program_of(int(ranks[0])),
-        variants=variants,
-        variant_of=variant_of,
-    )
+class LazyVariants(Mapping[int, Program]):
+    """The variants of a class by key, made when they are asked for: a large job has hundreds, each of megabytes."""
+
+    _KEPT_EVENTS = 4_000_000
+
+    def __init__(self, makers: dict[int, Callable[[], Program]]) -> None:
+        self._makers = makers
+        self._kept: dict[int, Program] = {}
+        self._num_kept_events = 0
+
+    def __getitem__(self, key: int) -> Program:
+        program = self._kept.get(key)
+        if program is None:
+            program = self._makers[key]()
+            if self._num_kept_events + len(program.events) <= self._KEPT_EVENTS:
+                self._num_kept_events += len(program.events)
+                self._kept[key] = program
+        return program
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
 
 
-def _derived(facts: JobFacts, role: Role, programs: Mapping[int, Program], *, fallback: int) -> Program:
-    if role.representative not in programs:
-        raise CannotDeriveError(
-            f"no slice of stage {role.captured_stage} to derive from", ranks=(role.representative,)
-        )
-    try:
-        derived = derive_stage(
-            programs[role.representative],
-            captured=facts.stages[role.captured_stage].schedule,
-            target=facts.stages[role.stage].schedule,
-        )
-        return _instantiator(derived, facts.layout).program_of(fallback)
-    except CannotDeriveError as error:
-        raise CannotDeriveError(
-            f"stage {role.stage} from stage {role.captured_stage}: {error}", ranks=(fallback,)
-        ) from error
+class _Inference:
+    """What is shared between the roles of one job."""
 
+    def __init__(
+        self, facts: JobFacts, reports: Mapping[int, SliceReport], programs: Mapping[int, Program]
+    ) -> None:
+        self._facts = facts
+        self._layout = facts.layout
+        self._reports = reports
+        self._programs = programs
+        self._captured: dict[int, CapturedStage] = {}
+        self._patterns: list[ShardedProgram] | None = None
 
-def _shards_of_slice(report: SliceReport) -> tuple[OptimizerShard, ...]:
-    return report.facts.shards if report.facts is not None else ()
-
-
-def _variants(
-    layout: Layout,
-    ranks: np.ndarray,
-    program: Program,
-    shards: tuple[OptimizerShard, ...],
-    captured: RankShards,
-    own: list[int],
-    programs: Mapping[int, Program],
-) -> tuple[dict[int, Program], dict[int, int]]:
-    """Programs of the ranks whose optimizer shards differ from the captured ones, by the first such rank."""
-    if not shards:
-        return {}, {}
-    by_work: dict[RankShards, list[int]] = {}
-    for rank in ranks.tolist():
-        by_work.setdefault(work_of(shards_of_rank(layout, shards, rank)), []).append(rank)
-    by_work.pop(work_of(captured), None)
-    variants, variant_of, missing, reasons = {}, {}, [], []
-    for work, members in by_work.items():
-        sliced = [rank for rank in own if rank in members]
-        try:
-            variant = (
-                programs[sliced[0]]
-                if sliced
-                else derive_shard(
-                    program, captured=captured, target=shards_of_rank(layout, shards, members[0])
-                )
+    def infer(self, role: Role) -> RankClass:
+        """The class of a role. Raises :class:`CannotDeriveError`."""
+        ranks = ranks_of_role(self._layout, role)
+        members = set(ranks.tolist())
+        own = [rank for rank in (role.representative, *sorted(self._programs)) if rank in self._programs]
+        own = [rank for rank in dict.fromkeys(own) if rank in members]
+        if own:
+            source, program = own[0], self._programs[own[0]]
+        else:
+            source, program = role.representative, self._derive(role, instead=int(ranks[0]))
+        shards = self._shard_index(source)
+        exemplar = program
+        if not own:
+            # The derived stage keeps the captured rank's place along the other axes, and so its shard.
+            exemplar = _instantiator(program, self._layout).program_of(
+                self._peer_in_stage(source, role.stage)
             )
+        variants, variant_of = self._variants(role, ranks, exemplar, shards, own)
+        return RankClass(
+            name=_name(self._layout, role),
+            ranks=ranks,
+            representative=source,
+            exemplar=_instantiator(exemplar, self._layout).program_of(int(ranks[0])),
+            variants=variants,
+            variant_of=variant_of,
+        )
+
+    def _derive(self, role: Role, *, instead: int) -> Program:
+        source = role.representative
+        if source not in self._programs:
+            raise CannotDeriveError(
+                f"no slice of stage {role.captured_stage} to derive from", ranks=(source,)
+            )
+        stages = self._facts.stages
+        try:
+            if source not in self._captured:
+                schedule = stages[role.captured_stage].schedule
+                self._captured[source] = CapturedStage(self._programs[source], schedule)
+            return self._captured[source].derive(stages[role.stage].schedule)
         except CannotDeriveError as error:
-            missing.append(members[0])
-            reasons.append(f"optimizer shard of rank {members[0]}: {error}")
-            continue
-        key = members[0]
-        variants[key] = _instantiator(variant, layout).program_of(key)
-        variant_of.update(dict.fromkeys(members, key))
-    if missing:
-        raise CannotDeriveError(reasons[0], ranks=tuple(missing))
-    return variants, variant_of
+            raise CannotDeriveError(
+                f"stage {role.stage} from stage {role.captured_stage}: {error}", ranks=(instead,)
+            ) from error
+
+    def _peer_in_stage(self, rank: int, stage: int) -> int:
+        return self._layout.rank_of(self._layout.coords(rank) | {"pp": stage})
+
+    def _shard_index(self, rank: int) -> ShardIndex:
+        facts = self._reports[rank].facts
+        return ShardIndex(self._layout, facts.shards if facts is not None else ())
+
+    def _variants(
+        self, role: Role, ranks: np.ndarray, program: Program, shards: ShardIndex, own: list[int]
+    ) -> tuple[Mapping[int, Program], dict[int, int]]:
+        """Programs of the ranks whose optimizer shards differ from the program's, by the first such rank."""
+        if not shards:
+            return {}, {}
+        by_work: dict[int, list[int]] = {}
+        for rank in ranks.tolist():
+            by_work.setdefault(shards.work(rank), []).append(rank)
+        by_work.pop(shards.work(program.rank), None)
+        makers: dict[int, Callable[[], Program]] = {}
+        variant_of: dict[int, int] = {}
+        open_keys: list[int] = []
+        for members in by_work.values():
+            key = members[0]
+            variant_of.update(dict.fromkeys(members, key))
+            sliced = next((rank for rank in own if rank in members), None)
+            if sliced is None:
+                open_keys.append(key)
+            else:
+                makers[key] = self._moved(self._programs[sliced], key)
+        if open_keys:
+            makers.update(self._sharded_makers(role, program, shards, open_keys, own))
+        return LazyVariants({key: makers[key] for key in sorted(makers)}), variant_of
+
+    def _moved(self, program: Program, rank: int) -> Callable[[], Program]:
+        return lambda: _instantiator(program, self._layout).program_of(rank)
+
+    def _sharded_makers(
+        self, role: Role, program: Program, shards: ShardIndex, keys: list[int], own: list[int]
+    ) -> dict[int, Callable[[], Program]]:
+        """Makers of variants whose optimizer phase is issued again; each is tried once."""
+        # A slice of the role with long lists serves better than the one at hand.
+        sources = [program, *(self._programs[rank] for rank in own if rank != program.rank)]
+        reason = ""
+        for source in sources:
+            try:
+                sharded = self._sharded(source, shards.of(source.rank), role.tp_first)
+                for key in keys:
+                    sharded.check(shards.of(key), tp_first=role.tp_first)
+            except CannotDeriveError as error:
+                reason = reason or str(error)
+                continue
+            return {key: self._sharded_maker(source, sharded, shards.of(key), role, key) for key in keys}
+        longest = max(
+            keys, key=lambda key: (ShardedProgram.shortest_list(shards.of(key), role.tp_first), -key)
+        )
+        raise CannotDeriveError(
+            f"optimizer shards of {_name(self._layout, role)}: {reason}", ranks=(longest,)
+        )
+
+    def _sharded_maker(
+        self, source: Program, sharded: ShardedProgram, target: RankShards, role: Role, rank: int
+    ) -> Callable[[], Program]:
+        def make() -> Program:
+            variant = sharded.program_for(target, tp_first=role.tp_first)
+            return _instantiator(source, self._layout).program_of(rank, like=variant)
+
+        return make
+
+    def _sharded(self, program: Program, shards: RankShards, tp_first: bool) -> ShardedProgram:
+        if ShardedProgram.shortest_list(shards, tp_first) > 1:
+            return ShardedProgram(program, shards, tp_first=tp_first)
+        reason = "no slice has two fragments in each list of its optimizer"
+        for pattern in self._all_patterns():
+            try:
+                return ShardedProgram(program, shards, tp_first=tp_first, pattern=pattern)
+            except CannotDeriveError as error:
+                reason = str(error)
+        raise CannotDeriveError(reason)
+
+    def _all_patterns(self) -> list[ShardedProgram]:
+        """Sliced programs in which every loop over fragments can be seen."""
+        if self._patterns is None:
+            self._patterns = []
+            for rank, program in sorted(self._programs.items()):
+                tp_first = self._layout.coords(rank)["tp"] == 0
+                shards = self._shard_index(rank)
+                if shards and ShardedProgram.shortest_list(shards.of(rank), tp_first) > 1:
+                    try:
+                        self._patterns.append(ShardedProgram(program, shards.of(rank), tp_first=tp_first))
+                    except CannotDeriveError:
+                        continue
+        return self._patterns
 
 
 def _name(layout: Layout, role: Role) -> str:

@@ -42,25 +42,37 @@ class Instantiator:
         self._p2p = [i for i, comm in enumerate(program.comms) if comm.kind in ("send", "recv")]
         self._made: dict[tuple[int, int], GroupInfo] = {}
 
-    def program_of(self, rank: int) -> Program:
+    def program_of(self, rank: int, *, like: Program | None = None) -> Program:
         """The program as ``rank`` runs it; shares everything that does not depend on the rank.
 
+        ``like``: a variant with the same tables of groups and comms, whose events are taken instead.
         Raises :class:`CannotDeriveError` when a group it uses does not exist for that rank.
         """
-        source = self._program
-        if rank == source.rank:
-            return source
-        groups = [self._group(index, rank) for index in range(len(source.groups))]
+        own = self._program
+        source = own if like is None else like
+        if rank == own.rank and source is own:
+            return own
+        groups, comms = own.groups, own.comms
+        if rank != own.rank:
+            groups = [self._group(index, rank) for index in range(len(own.groups))]
+            comms = self._comms(groups, rank)
         return Program(
             rank=rank,
             events=source.events,
             signatures=source.signatures,
-            comms=self._comms(groups, rank),
+            comms=comms,
             groups=groups,
             phases=source.phases,
             initial=source.initial,
             source="inferred" if source.source == "sliced" else source.source,
         )
+
+    def fits(self, variant: Program) -> bool:
+        """True when a variant has this program's tables of groups and comms, moved to its rank."""
+        moved = self.program_of(variant.rank)
+        return moved.comms == variant.comms and [g.ranks for g in moved.groups] == [
+            g.ranks for g in variant.groups
+        ]
 
     def _fit(self, index: int) -> GroupFit | None:
         group = self._program.groups[index]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 import numpy as np
 
@@ -20,7 +22,7 @@ class RankClass(msgspec.Struct, kw_only=True):
     """The rank that was sliced (or from whose program this class was derived)."""
     exemplar: Program
     """The program with the groups of ``ranks[0]``."""
-    variants: dict[int, Program] = {}
+    variants: Mapping[int, Program] = {}
     """Ranks of the class whose program differs from the exemplar's (optimizer shards), by rank; each stands for
     the ranks in ``variant_of`` that map to it."""
     variant_of: dict[int, int] = {}

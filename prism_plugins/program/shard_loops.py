@@ -1,0 +1,443 @@
+"""Loops over parameter fragments in a stretch of events: found in one rank's program, issued again for another's.
+
+An optimizer visits its fragments in loops (a block of events per fragment: allocate, multiply, copy, release) and
+hands whole lists of them to ``_foreach_`` and fused ops. Given the lists a rank has, a stretch of its events is
+parsed into literal events, loops and list ops; given another rank's lists it is issued again. A loop needs two
+turns to be seen, so lists of one fragment are read with the help of a pattern parsed elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from prism_plugins.errors import CannotDeriveError
+from prism_plugins.program.model import EventFlag, EventKind, OpSignature, TensorSpec
+
+Row = tuple[int, int, int, int, int]
+"""An event as a tuple: kind, flags, stream, ref, value."""
+Lists = Mapping[tuple, tuple[int, ...]]
+"""Fragment sizes in elements, by the name of the list."""
+
+FRAGMENT = -1
+"""Stands for the number of elements of the fragment in the shape of a tensor."""
+_MAX_BLOCK = 16
+
+
+class AbstractEvent(NamedTuple):
+    """An event of a loop without the fragment's size and without ids."""
+
+    kind: int
+    flags: int
+    stream: int
+    what: object
+    """KERNEL: signature with :data:`FRAGMENT` in its shapes; FREE: (loop, slot) of what is released; else the ref."""
+    size: tuple[int, int]
+    """ALLOC: (bytes per element, constant bytes); else (0, value)."""
+
+
+class Loop(NamedTuple):
+    """One block of events per fragment of a list."""
+
+    names: tuple[tuple, ...]
+    """The lists it may run over (those that are equal where it was seen)."""
+    block: tuple[AbstractEvent, ...]
+    backward: bool
+    """Releases what an earlier loop made, last first."""
+
+
+class ListOp(NamedTuple):
+    """An op that takes whole lists of fragments."""
+
+    names: tuple[tuple, ...]
+    event: Row
+    signature: OpSignature
+    """Each list appears as one tensor with :data:`FRAGMENT` as its shape."""
+
+
+class Literal(NamedTuple):
+    """An event that does not depend on the fragments."""
+
+    event: Row
+
+
+Item = Loop | ListOp | Literal
+
+
+class Tables:
+    """The signatures of a program, growing as a stretch is issued again."""
+
+    def __init__(self, signatures: Sequence[OpSignature]) -> None:
+        self.signatures = list(signatures)
+        self._index = {_key(s): i for i, s in enumerate(self.signatures)}
+
+    def index(self, signature: OpSignature) -> int:
+        """Index of a signature, appended if it is new."""
+        key = _key(signature)
+        if key not in self._index:
+            self._index[key] = len(self.signatures)
+            self.signatures.append(signature)
+        return self._index[key]
+
+
+def parse(
+    rows: Sequence[Row], signatures: Sequence[OpSignature], lists: Lists, pattern: Sequence[Item] = ()
+) -> list[Item]:
+    """Literal events, loops and list ops of a stretch of events.
+
+    With ``pattern``, the items of another rank's equal stretch, each is looked for in turn, so that lists of one
+    or no fragment are read as well. Raises :class:`CannotDeriveError` when the stretch does not follow the pattern.
+    """
+    parser = _Parser(rows, signatures, lists)
+    return parser.follow(pattern) if pattern else parser.find()
+
+
+def issue(items: Sequence[Item], lists: Lists, tables: Tables, first_id: int) -> list[Row]:
+    """The stretch of events for these lists. New allocations are numbered from ``first_id``.
+
+    Raises :class:`CannotDeriveError` when a loop may run over several lists that differ here.
+    """
+    out: list[Row] = []
+    made: dict[tuple[int, int, int], int] = {}
+    for index, item in enumerate(items):
+        if isinstance(item, Literal):
+            out.append(item.event)
+            continue
+        sizes = _resolve(item.names, lists)
+        if isinstance(item, ListOp):
+            if sizes:
+                kind, flags, stream, _, value = item.event
+                out.append((kind, flags, stream, tables.index(_spread(item.signature, sizes)), value))
+            continue
+        turns = range(len(sizes))
+        for turn in reversed(turns) if item.backward else turns:
+            slot = 0
+            for event in item.block:
+                ref, value = 0, event.size[1]
+                if event.kind == EventKind.ALLOC:
+                    ref = made[index, turn, slot] = first_id + len(made)
+                    value = event.size[0] * sizes[turn] + event.size[1]
+                    slot += 1
+                elif event.kind == EventKind.FREE:
+                    loop, its_slot = event.what
+                    ref = made[index if loop < 0 else loop, turn, its_slot]
+                elif event.kind == EventKind.KERNEL:
+                    ref = tables.index(_with_size(event.what, sizes[turn]))
+                else:
+                    ref = event.what
+                out.append((event.kind, event.flags, event.stream, ref, value))
+    return out
+
+
+class _Parser:
+    def __init__(self, rows: Sequence[Row], signatures: Sequence[OpSignature], lists: Lists) -> None:
+        self._rows = rows
+        self._signatures = signatures
+        self._lists = lists
+        by_sizes: dict[tuple[int, ...], list[tuple]] = {}
+        for name, sizes in lists.items():
+            by_sizes.setdefault(sizes, []).append(name)
+        self._by_sizes = by_sizes
+        self._made_in: dict[int, tuple[int, int, int]] = {}
+        """Allocation id → (item, turn, slot) of the loop that made it."""
+        self._items: list[Item] = []
+
+    def find(self) -> list[Item]:
+        """Look for loops: at each place the one that covers most events."""
+        at = 0
+        while at < len(self._rows):
+            found = self._list_op(at) or self._loop(at)
+            if found is None:
+                self._items.append(Literal(self._rows[at]))
+                at += 1
+            else:
+                item, length = found
+                if isinstance(item, Loop):
+                    self._remember(at, item, length)
+                self._items.append(item)
+                at += length
+        return self._items
+
+    def follow(self, pattern: Sequence[Item]) -> list[Item]:
+        """Read the stretch item by item as the pattern says."""
+        at = 0
+        for item in pattern:
+            if isinstance(item, Literal):
+                if at >= len(self._rows) or not self._alike(self._rows[at], item.event):
+                    raise CannotDeriveError(
+                        "the optimizer phase does not follow the pattern of another slice"
+                    )
+                self._items.append(Literal(self._rows[at]))
+                at += 1
+                continue
+            sizes = _resolve(item.names, self._lists)
+            if isinstance(item, ListOp):
+                if sizes:
+                    expected = _key(_spread(item.signature, sizes))
+                    if at >= len(self._rows) or self._kernel_key(at) != expected:
+                        raise CannotDeriveError("the optimizer phase has other list ops than another slice's")
+                    at += 1
+                self._items.append(item)
+                continue
+            length = len(sizes) * len(item.block)
+            self._check_loop(at, item, sizes)
+            self._remember(at, item, length)
+            self._items.append(item)
+            at += length
+        if at != len(self._rows):
+            raise CannotDeriveError("the optimizer phase goes on where another slice's ends")
+        return self._items
+
+    def _alike(self, mine: Row, other: Row) -> bool:
+        return mine[0] == other[0] and mine[2] == other[2]
+
+    def _check_loop(self, at: int, item: Loop, sizes: tuple[int, ...]) -> None:
+        index, count, length = len(self._items), len(sizes), len(item.block)
+        if at + count * length > len(self._rows):
+            raise CannotDeriveError("the optimizer phase ends within a loop")
+        local: dict[int, tuple[int, int]] = {}
+        for i in range(count):
+            turn = count - 1 - i if item.backward else i
+            slot = 0
+            for event, row in zip(item.block, self._rows[at + i * length :], strict=False):
+                kind, _, stream, ref, value = row
+                fits = (kind, stream) == (event.kind, event.stream)
+                if fits and kind == EventKind.ALLOC:
+                    fits = value == event.size[0] * sizes[turn] + event.size[1]
+                    local[ref] = (turn, slot)
+                    slot += 1
+                elif fits and kind == EventKind.FREE:
+                    loop, its_slot = event.what
+                    wanted = (index if loop < 0 else loop, turn, its_slot)
+                    mine = (index, *local[ref]) if ref in local else self._made_in.get(ref)
+                    fits = mine == wanted
+                elif fits and kind == EventKind.KERNEL:
+                    fits = _key(self._signatures[ref]) == _key(_with_size(event.what, sizes[turn]))
+                if not fits:
+                    raise CannotDeriveError("a loop of the optimizer phase differs from another slice's")
+
+    def _kernel_key(self, at: int) -> object:
+        kind, _, _, ref, _ = self._rows[at]
+        return _key(self._signatures[ref]) if kind == EventKind.KERNEL else None
+
+    def _remember(self, at: int, item: Loop, length: int) -> None:
+        block = len(item.block)
+        count = length // block if block else 0
+        for i in range(count):
+            turn = count - 1 - i if item.backward else i
+            slot = 0
+            for row in self._rows[at + i * block : at + (i + 1) * block]:
+                if row[0] == EventKind.ALLOC:
+                    self._made_in[row[3]] = (len(self._items), turn, slot)
+                    slot += 1
+
+    def _list_op(self, at: int) -> tuple[ListOp, int] | None:
+        kind, _, _, ref, _ = row = self._rows[at]
+        if kind != EventKind.KERNEL or not takes_lists(self._signatures[ref].op):
+            return None
+        for sizes, names in sorted(self._by_sizes.items(), key=lambda item: -len(item[0])):
+            gathered = _gather(self._signatures[ref], sizes) if sizes else None
+            if gathered is not None:
+                return ListOp(tuple(names), row, gathered), 1
+        raise CannotDeriveError(f"{self._signatures[ref].op} takes another list than the rank's fragments")
+
+    def _loop(self, at: int) -> tuple[Loop, int] | None:
+        """The loop that starts here: one that depends on the sizes before one that only repeats, then the one that
+        covers most events."""
+        best: tuple[tuple[bool, int], Loop] | None = None
+        for sizes, names in self._by_sizes.items():
+            for length in range(1, _MAX_BLOCK + 1) if sizes else ():
+                covered = length * len(sizes)
+                if at + covered > len(self._rows) or (best is not None and (True, covered) <= best[0]):
+                    continue
+                loop = self._as_loop(at, length, sizes, tuple(names))
+                if loop is not None and (best is None or (_depends(loop.block), covered) > best[0]):
+                    best = ((_depends(loop.block), covered), loop)
+        return None if best is None else (best[1], best[0][1])
+
+    def _as_loop(self, at: int, length: int, sizes: tuple[int, ...], names: tuple[tuple, ...]) -> Loop | None:
+        for backward in (False, True):
+            block = self._block(at, length, sizes, backward)
+            if block is None:
+                continue
+            depends = _depends(block)
+            if depends and (len(sizes) > 1 or length == 1):
+                return Loop(names, block, backward)
+            frees = {event.what[0] for event in block if event.kind == EventKind.FREE} - {-1}
+            if len(sizes) > 1 and not depends:
+                # Nothing here tells the list but the loop before it.
+                before = self._items[max(frees)] if frees else self._loop_before()
+                if before is not None and len(_resolve(before.names, self._lists)) == len(sizes):
+                    return Loop(before.names, block, backward)
+            if len(sizes) == 1 and length == 1 and frees:
+                return Loop(self._items[max(frees)].names, block, backward)
+        return None
+
+    def _loop_before(self) -> Loop | None:
+        return next((item for item in reversed(self._items) if isinstance(item, Loop)), None)
+
+    def _block(
+        self, at: int, length: int, sizes: tuple[int, ...], backward: bool
+    ) -> tuple[AbstractEvent, ...] | None:
+        """The abstract block, if the events here repeat with the fragments' sizes."""
+        block = []
+        slots: list[dict[int, int]] = [{} for _ in sizes]
+        for offset in range(length):
+            column = [self._rows[at + i * length + offset] for i in range(len(sizes))]
+            kind, flags, stream, _, _ = column[0]
+            if any((k, s) != (kind, stream) for k, _, s, _, _ in column):
+                return None
+            if kind in (EventKind.PHASE_BEGIN, EventKind.PHASE_END, EventKind.COMM, EventKind.EVENT_RECORD):
+                return None
+            if any((f ^ flags) & ~EventFlag.SYNTHESIZED for _, f, _, _, _ in column):
+                return None
+            size: tuple[int, int] | None = (0, 0)
+            what: object = 0
+            if kind == EventKind.ALLOC:
+                for i, row in enumerate(column):
+                    slots[i][row[3]] = len(slots[i])
+                size = _linear([row[4] for row in column], _turned(sizes, backward))
+            elif kind == EventKind.FREE:
+                targets = set()
+                for i, row in enumerate(column):
+                    turn = len(sizes) - 1 - i if backward else i
+                    if row[3] in slots[i]:
+                        targets.add((-1, slots[i][row[3]]))
+                    else:
+                        made = self._made_in.get(row[3])
+                        if made is None or made[1] != turn:
+                            return None
+                        targets.add((made[0], made[2]))
+                what = targets.pop()
+                if targets:
+                    return None
+            elif kind == EventKind.KERNEL:
+                seen = {
+                    _key(_without_size(self._signatures[row[3]], n)): row[3]
+                    for row, n in zip(column, _turned(sizes, backward), strict=True)
+                }
+                if len(seen) != 1:
+                    seen = {_key(self._signatures[row[3]]): row[3] for row in column}
+                    if len(seen) != 1:
+                        return None
+                    what = self._signatures[column[0][3]]
+                else:
+                    what = _without_size(self._signatures[column[0][3]], _turned(sizes, backward)[0])
+            else:
+                if len({row[3:] for row in column}) != 1:
+                    return None
+                what, size = column[0][3], (0, column[0][4])
+            if size is None:
+                return None
+            block.append(AbstractEvent(kind, flags, stream, what, size))
+        return tuple(block)
+
+
+def _depends(block: Sequence[AbstractEvent]) -> bool:
+    """True when a block's events depend on the fragment's size."""
+    return any(e.size[0] or (e.kind == EventKind.KERNEL and _has_fragment(e.what)) for e in block)
+
+
+def takes_lists(op: str) -> bool:
+    """Ops whose tensor arguments are lists of one tensor per parameter."""
+    return "_foreach_" in op or "_fused_adam" in op or "_fused_sgd" in op or "multi_tensor" in op
+
+
+def _turned(sizes: tuple[int, ...], backward: bool) -> tuple[int, ...]:
+    return sizes[::-1] if backward else sizes
+
+
+def _linear(values: list[int], sizes: tuple[int, ...]) -> tuple[int, int] | None:
+    """(bytes per element, constant) that gives these values for these sizes."""
+    for per_element in (4, 2, 8, 1):
+        if all(value == per_element * n for value, n in zip(values, sizes, strict=True)):
+            return (per_element, 0)
+    return (0, values[0]) if len(set(values)) == 1 else None
+
+
+def _resolve(names: tuple[tuple, ...], lists: Lists) -> tuple[int, ...]:
+    found = {lists[name] for name in names if name in lists}
+    if len(found) != 1:
+        raise CannotDeriveError(
+            f"a loop runs over one of the lists {', '.join(map(str, names))}, which differ on another rank"
+            if found
+            else f"another rank has no list {names[0]}"
+        )
+    return found.pop()
+
+
+def _map_tensors(signature: OpSignature, change) -> OpSignature:
+    return msgspec.structs.replace(
+        signature,
+        inputs=tuple(change(t) for t in signature.inputs),
+        outputs=tuple(change(t) for t in signature.outputs),
+    )
+
+
+def _without_size(signature: OpSignature, numel: int) -> OpSignature:
+    return _map_tensors(
+        signature, lambda t: TensorSpec(t.dtype, (FRAGMENT,), t.strides) if t.shape == (numel,) else t
+    )
+
+
+def _with_size(signature: OpSignature, numel: int) -> OpSignature:
+    return _map_tensors(
+        signature, lambda t: TensorSpec(t.dtype, (numel,), t.strides) if t.shape == (FRAGMENT,) else t
+    )
+
+
+def _has_fragment(signature: OpSignature) -> bool:
+    return any(t.shape == (FRAGMENT,) for t in (*signature.inputs, *signature.outputs))
+
+
+_CONSTANT = -2
+"""Marks a tensor of constant shape that appears once per fragment (an optimizer's step counts)."""
+
+
+def _gather(signature: OpSignature, sizes: tuple[int, ...]) -> OpSignature | None:
+    """The signature with each run of the list replaced by one tensor; None when it does not consist of such runs."""
+    inputs, outputs = (_gather_tensors(ts, sizes) for ts in (signature.inputs, signature.outputs))
+    if inputs is None or outputs is None or not inputs:
+        return None
+    return msgspec.structs.replace(signature, inputs=inputs, outputs=outputs)
+
+
+def _gather_tensors(tensors: tuple[TensorSpec, ...], sizes: tuple[int, ...]) -> tuple[TensorSpec, ...] | None:
+    count = len(sizes)
+    if len(tensors) % count:
+        return None
+    gathered = []
+    for start in range(0, len(tensors), count):
+        run = tensors[start : start + count]
+        if len({(t.dtype, t.strides) for t in run}) != 1:
+            return None
+        if all(t.shape == (n,) for t, n in zip(run, sizes, strict=True)):
+            gathered.append(TensorSpec(run[0].dtype, (FRAGMENT,), run[0].strides))
+        elif len({t.shape for t in run}) == 1 and len(run[0].shape) == 0:
+            gathered.append(TensorSpec(run[0].dtype, (_CONSTANT,), run[0].strides))
+        else:
+            return None
+    return tuple(gathered)
+
+
+def _spread(signature: OpSignature, sizes: tuple[int, ...]) -> OpSignature:
+    def spread(tensors: tuple[TensorSpec, ...]) -> Iterator[TensorSpec]:
+        for t in tensors:
+            for n in sizes:
+                yield TensorSpec(t.dtype, (n,) if t.shape == (FRAGMENT,) else (), t.strides)
+
+    return msgspec.structs.replace(
+        signature, inputs=tuple(spread(signature.inputs)), outputs=tuple(spread(signature.outputs))
+    )
+
+
+def _key(signature: OpSignature) -> tuple:
+    return (
+        signature.op,
+        signature.inputs,
+        signature.outputs,
+        signature.scalars,
+        tuple(sorted(signature.attrs.items())),
+    )
