@@ -13,7 +13,7 @@ import numpy as np
 from prism_plugins.program.model import EventKind
 from prism_plugins.program.prediction import Breakdown
 from prism_plugins.simulate.compile import Code, StreamItems
-from prism_plugins.simulate.prices import host_ns_of_events
+from prism_plugins.simulate.prices import host_ns_of_events, used_comms
 from prism_plugins.simulate.process import Machine
 from prism_plugins.simulate.timeline import COMM_LANE, OpTimes
 from prism_plugins.simulate.unit import Unit
@@ -229,14 +229,11 @@ def _wait_masks(unit: Unit, items: StreamItems) -> tuple[np.ndarray, np.ndarray]
 def _crosses_stages(unit: Unit) -> np.ndarray:
     """bool per op: consists of p2p with other classes of ranks."""
     quotient, cell = unit.layer.quotient, unit.cell
-    across = np.array(
-        [
-            comm.kind in ("send", "recv")
-            and quotient.cells[quotient.peers[cell.index, i]].class_index != cell.class_index
-            for i, comm in enumerate(unit.stretch.program.comms)
-        ],
-        dtype=bool,
-    )
+    comms = unit.stretch.program.comms
+    across = np.zeros(len(comms), dtype=bool)
+    for i in used_comms(unit.stretch.program).tolist():
+        if comms[i].kind in ("send", "recv"):
+            across[i] = quotient.cells[quotient.peers[cell.index, i]].class_index != cell.class_index
     ops = unit.stretch.ops
     out = across[ops.comm] if len(ops) else np.empty(0, dtype=bool)
     for op, parts in ops.batches.items():

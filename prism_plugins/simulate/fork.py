@@ -17,18 +17,15 @@ from prism_plugins.simulate.quotient import Quotient
 
 def fork_points(job: JobPrograms, quotient: Quotient, stretches: list[Stretch]) -> list[int]:
     """Per cell of the coarse quotient, the event index at which its trunk ends."""
-    fork = [_first_difference(job.classes[cell.class_index]) for cell in quotient.cells]
-    channels: dict[tuple, dict[tuple, list[int]]] = {}
+    difference = [_first_difference(cls) for cls in job.classes]
+    fork = [
+        _before_open_batch(difference[cell.class_index], stretch)
+        for cell, stretch in zip(quotient.cells, stretches, strict=True)
+    ]
+    channels: dict[tuple, dict[tuple, np.ndarray]] = {}
     for cell, stretch in zip(quotient.cells, stretches, strict=True):
-        channel_of = [
-            _channel(quotient, cell.index, stretch.program, c) for c in range(len(stretch.program.comms))
-        ]
-        for op, event in enumerate(stretch.ops.first_event.tolist()):
-            for part in stretch.ops.parts(op):
-                key, side = channel_of[part]
-                channels.setdefault(key, {}).setdefault((cell.index, side), []).append(event)
-    for cell, stretch in zip(quotient.cells, stretches, strict=True):
-        fork[cell.index] = _before_open_batch(fork[cell.index], stretch)
+        for key, side, events in _calls(quotient, cell.index, stretch):
+            channels.setdefault(key, {})[cell.index, side] = events
     changed = True
     while changed:
         changed = False
@@ -36,9 +33,27 @@ def fork_points(job: JobPrograms, quotient: Quotient, stretches: list[Stretch]) 
             served = min(int(np.searchsorted(events, fork[cell])) for (cell, _), events in sides.items())
             for (cell, _), events in sides.items():
                 if served < len(events) and events[served] < fork[cell]:
-                    fork[cell] = _before_open_batch(events[served], stretches[cell])
+                    fork[cell] = _before_open_batch(int(events[served]), stretches[cell])
                     changed = True
     return fork
+
+
+def _calls(quotient: Quotient, cell: int, stretch: Stretch):
+    """Per channel and side of a cell: the first events of the ops that use it, ascending."""
+    ops, program = stretch.ops, stretch.program
+    single = np.ones(len(ops), dtype=bool)
+    single[list(ops.batches)] = False
+    first = [
+        ops.first_event[single],
+        *(np.full(len(p), ops.first_event[op]) for op, p in ops.batches.items()),
+    ]
+    comm = [ops.comm[single], *(np.array(p) for p in ops.batches.values())]
+    first, comm = np.concatenate(first), np.concatenate(comm)
+    found: dict[tuple, list[np.ndarray]] = {}
+    for i in np.unique(comm).tolist():
+        found.setdefault(_channel(quotient, cell, program, i), []).append(first[comm == i])
+    for (key, side), events in found.items():
+        yield key, side, np.sort(np.concatenate(events))
 
 
 def _channel(quotient: Quotient, cell: int, program: Program, part: int) -> tuple[tuple, str]:
@@ -68,7 +83,8 @@ def _first_difference(cls: RankClass) -> int:
 def _difference(a: Program, b: Program) -> int:
     """First event in which two programs differ, tables resolved."""
     n = min(len(a.events), len(b.events))
-    different = a.events[:n] != b.events[:n]
+    left, right = (x.events[:n].view("<i8").reshape(-1, 2) for x in (a, b))  # 16 bytes an event
+    different = (left != right).any(axis=1)
     kind, ref = a.events["kind"][:n], a.events["ref"][:n]
     for which, left, right in (
         (0, a.signatures, b.signatures),

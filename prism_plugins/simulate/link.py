@@ -16,7 +16,7 @@ import numpy as np
 from prism_plugins.program.model import CommSignature, EventKind, Program
 from prism_plugins.simulate.compile import Stretch
 from prism_plugins.simulate.faults import Party, SimulationFault
-from prism_plugins.simulate.prices import Pricer
+from prism_plugins.simulate.prices import Pricer, used_comms
 from prism_plugins.simulate.quotient import Cell, Quotient
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -119,8 +119,10 @@ class Layer:
         )
 
     def _comm_channels(self, cell: Cell, program: Program) -> tuple[np.ndarray, np.ndarray]:
-        channels, sides = [], []
-        for index, comm in enumerate(program.comms):
+        channels = np.full(len(program.comms), -1, dtype=np.int64)
+        sides = np.zeros(len(program.comms), dtype=np.int64)
+        for index in used_comms(program).tolist():
+            comm = program.comms[index]
             communicator = self.quotient.communicator[cell.index, comm.group]
             key: tuple[int, ...] = (communicator,)
             if comm.kind in _P2P:
@@ -128,9 +130,9 @@ class Layer:
                 sends = comm.kind == "send"
                 pair = (cell.index, peer) if sends else (peer, cell.index)
                 key = (communicator, *pair, _distance(program, comm) if peer == cell.index else 0)
-            channels.append(self._channels.setdefault(key, len(self._channels)))
-            sides.append(int(comm.kind == "recv"))
-        return np.array(channels, dtype=np.int64), np.array(sides, dtype=np.int64)
+            channels[index] = self._channels.setdefault(key, len(self._channels))
+            sides[index] = comm.kind == "recv"
+        return channels, sides
 
     def _batch(self, stretch: Stretch, op: int, parts: tuple[int, ...]) -> list[tuple[int, int, int, float]]:
         """Rows (op, comm, agreement, duration) of a batch: each message is one, coalesced collectives are one."""

@@ -38,7 +38,8 @@ class Pricer:
     def price(self, program: Program) -> ProgramPrices:
         """Price every distinct op and call of a program."""
         op_ns, op_host_ns, op_launches, op_unpriced = self._op_table(program)
-        comm = [self.price_comm(program, c) for c in program.comms]
+        used = set(used_comms(program).tolist())
+        comm = [self.price_comm(program, c) if i in used else _UNUSED for i, c in enumerate(program.comms)]
         return ProgramPrices(
             op_ns=op_ns,
             op_host_ns=op_host_ns,
@@ -73,6 +74,15 @@ class Pricer:
         if entry is None:
             entry = self._ops[id(signature)] = (signature, self._costs.price_op(signature))
         return entry[1]
+
+
+def used_comms(program: Program) -> np.ndarray:
+    """Indices of the calls that events refer to; a derived program may carry entries of another stage's table."""
+    events = program.events
+    return np.unique(events["ref"][events["kind"] == EventKind.COMM]).astype(np.int64)
+
+
+_UNUSED = Price(duration_ns=0.0, rule="unused", provenance="free")
 
 
 def comm_ranks(rank: int, group: GroupInfo, comm: CommSignature) -> tuple[int, ...]:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from prism_plugins.program.infer import program_of
+from prism_plugins.program.instantiate import Instantiator
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.model import Program
-from prism_plugins.simulate.prices import Pricer, comm_ranks
+from prism_plugins.simulate.faults import Party, SimulationFault
+from prism_plugins.simulate.prices import Pricer, comm_ranks, used_comms
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,57 +64,36 @@ class World(msgspec.Struct, kw_only=True):
 
 
 def survey(job: JobPrograms, pricer: Pricer) -> World:
-    """Walk over all ranks once. Costs some microseconds per rank and group."""
+    """Walk over all ranks once. Costs some microseconds per rank and group.
+
+    Raises :class:`SimulationFault` when members of a group take part in no collective that others call on it.
+    """
     num_ranks = job.layout.world_size
     class_of_rank = np.full(num_ranks, -1, dtype=np.int64)
     variant_of_rank = np.full(num_ranks, -1, dtype=np.int64)
     entries: list[tuple[int, int, int]] = []
     p2p: list[tuple[int, int, int, int]] = []
-    communicators: dict[tuple, int] = {}
-    interned: dict[int, tuple[tuple[int, ...], int]] = {}
-    tuples: dict[tuple[int, ...], int] = {}
-    labels: list[int] = []
+    communicators = _Communicators()
     for index, cls in enumerate(job.classes):
         class_of_rank[cls.ranks] = index
-        probes_of: dict[int | None, _Probes] = {}
+        sources = _Sources(job, index)
         for rank in cls.ranks.tolist():
-            variant = cls.variant_of.get(rank)
-            if variant is not None:
-                variant_of_rank[rank] = variant
-            program = rank_program(job, index, rank)
-            if variant not in probes_of:
-                probes_of[variant] = _probes(cls.exemplar if variant is None else cls.variants[variant])
-            probes = probes_of[variant]
-            seen: dict[tuple, int] = {}
+            variant_of_rank[rank] = cls.variant_of.get(rank, -1)
+            program, probes = sources.program_of(rank)
+            communicators.begin_rank()
             for g in probes.groups:
-                group = program.groups[g]
-                known = interned.get(id(group.ranks))
-                if known is None:
-                    number = tuples.setdefault(group.ranks, len(tuples))
-                    interned[id(group.ranks)] = known = (group.ranks, number)
-                name = (known[1], group.desc)
-                ordinal = seen[name] = seen.get(name, -1) + 1
-                key = (*name, ordinal)
-                communicator = communicators.get(key)
-                if communicator is None:
-                    communicator = communicators[key] = len(communicators)
-                    probe = probes.collective.get(g)
-                    price = (
-                        pricer.price_comm(program, program.comms[probe]).duration_ns
-                        if probe is not None
-                        else 0.0
-                    )
-                    labels.append(hash(price))
-                entries.append((rank, g, communicator))
+                probe = probes.collective.get(g)
+                entries.append((rank, g, communicators.number(program, g, probe, pricer)))
             for c in probes.p2p:
                 comm = program.comms[c]
                 pair = comm_ranks(rank, program.groups[comm.group], comm)
-                price = pricer.price_comm(program, comm).duration_ns
-                p2p.append((rank, c, pair[0] if comm.kind == "recv" else pair[1], hash(price)))
+                label = hash(pricer.price_comm(program, comm).duration_ns)
+                p2p.append((rank, c, pair[0] if comm.kind == "recv" else pair[1], label))
     if (class_of_rank < 0).any():
         raise ValueError(f"rank {int(np.argmin(class_of_rank))} belongs to no class")
     e = np.array(entries, dtype=np.int64).reshape(-1, 3)
     q = np.array(p2p, dtype=np.int64).reshape(-1, 4)
+    communicators.check_attendance(e[:, 2], e[:, 0])
     return World(
         num_ranks=num_ranks,
         class_of_rank=class_of_rank,
@@ -121,7 +101,7 @@ def survey(job: JobPrograms, pricer: Pricer) -> World:
         entry_rank=e[:, 0],
         entry_group=e[:, 1],
         entry_communicator=e[:, 2],
-        communicator_label=np.array(labels, dtype=np.int64).astype(np.uint64),
+        communicator_label=np.array(communicators.labels, dtype=np.int64).astype(np.uint64),
         p2p_rank=q[:, 0],
         p2p_comm=q[:, 1],
         p2p_peer=q[:, 2],
@@ -129,12 +109,92 @@ def survey(job: JobPrograms, pricer: Pricer) -> World:
     )
 
 
+class _Communicators:
+    """Numbers communicators: groups of equal members and description, and the n-th of that name on each rank."""
+
+    def __init__(self) -> None:
+        self.labels: list[int] = []
+        """Per communicator: a hash of what a collective on it costs, which tells where its members sit."""
+        self._number: dict[tuple, int] = {}
+        self._ranks: dict[int, tuple[tuple[int, ...], int]] = {}
+        """id of a tuple of ranks → the tuple (kept alive) and its number."""
+        self._tuples: dict[tuple[int, ...], int] = {}
+        self._collective: dict[int, tuple[Program, int]] = {}
+        self._seen: dict[tuple[int, str], int] = {}
+
+    def begin_rank(self) -> None:
+        """Start counting a rank's groups of the same name."""
+        self._seen = {}
+
+    def number(self, program: Program, g: int, probe: int | None, pricer: Pricer) -> int:
+        """The communicator of a program's group; ``probe`` is a collective on it, if there is one."""
+        group = program.groups[g]
+        known = self._ranks.get(id(group.ranks))
+        if known is None:
+            known = (group.ranks, self._tuples.setdefault(group.ranks, len(self._tuples)))
+            self._ranks[id(group.ranks)] = known
+        name = (known[1], group.desc)
+        ordinal = self._seen[name] = self._seen.get(name, -1) + 1
+        key = (*name, ordinal)
+        number = self._number.get(key)
+        if number is None:
+            number = self._number[key] = len(self.labels)
+            price = 0.0 if probe is None else pricer.price_comm(program, program.comms[probe]).duration_ns
+            self.labels.append(hash(price))
+        if probe is not None and number not in self._collective:
+            self._collective[number] = (program, probe)
+        return number
+
+    def check_attendance(self, communicator: np.ndarray, rank: np.ndarray) -> None:
+        """Every member of a group with collectives has to call some; p2p needs only its two sides."""
+        present = np.bincount(communicator, minlength=len(self.labels))
+        for number, (program, probe) in self._collective.items():
+            comm = program.comms[probe]
+            group = program.groups[comm.group]
+            if present[number] == len(group.ranks):
+                continue
+            here = set(rank[communicator == number].tolist())
+            raise SimulationFault(
+                kind="hang",
+                group=group.desc or group.name,
+                sequence=0,
+                waiting=Party(
+                    ranks=tuple(sorted(here)), call=f"{comm.kind} of {comm.nbytes} bytes", phase="any"
+                ),
+                other=Party(
+                    ranks=tuple(sorted(set(group.ranks) - here)),
+                    call="no call of this group at all",
+                    phase="any",
+                ),
+            )
+
+
+class _Sources:
+    """Programs of a class's ranks, with what to look at in each."""
+
+    def __init__(self, job: JobPrograms, class_index: int) -> None:
+        self._job = job
+        self._cls = job.classes[class_index]
+        self._made: dict[int | None, tuple[Program, Instantiator | None, _Probes]] = {}
+
+    def program_of(self, rank: int) -> tuple[Program, _Probes]:
+        variant = self._cls.variant_of.get(rank)
+        made = self._made.get(variant)
+        if made is None:
+            source = self._cls.exemplar if variant is None else self._cls.variants[variant]
+            made = self._made[variant] = (source, None, _probes(source))
+        source, instantiator, probes = made
+        if source.rank == rank:
+            return source, probes
+        if instantiator is None:
+            instantiator = Instantiator(source, self._job.layout)
+            self._made[variant] = (source, instantiator, probes)
+        return instantiator.program_of(rank), probes
+
+
 def rank_program(job: JobPrograms, class_index: int, rank: int) -> Program:
     """The program of a rank with its own groups; a rank that was sliced needs no derivation."""
-    cls = job.classes[class_index]
-    variant = cls.variant_of.get(rank)
-    program = cls.exemplar if variant is None else cls.variants[variant]
-    return program if program.rank == rank else program_of(job, rank)
+    return _Sources(job, class_index).program_of(rank)[0]
 
 
 def refine(job: JobPrograms, world: World, *, with_variants: bool) -> Quotient:
@@ -244,12 +304,14 @@ class _Probes(msgspec.Struct, frozen=True, kw_only=True):
 def _probes(program: Program) -> _Probes:
     collective: dict[int, int] = {}
     p2p = []
-    for i, comm in enumerate(program.comms):
+    used = used_comms(program).tolist()
+    for i in used:
+        comm = program.comms[i]
         if comm.kind in ("send", "recv"):
             p2p.append(i)
         elif comm.group not in collective or comm.nbytes > program.comms[collective[comm.group]].nbytes:
             collective[comm.group] = i
-    groups = tuple(sorted({c.group for c in program.comms}))
+    groups = tuple(sorted({program.comms[i].group for i in used}))
     return _Probes(groups=groups, collective=collective, p2p=tuple(p2p))
 
 
