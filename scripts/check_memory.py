@@ -63,12 +63,19 @@ def emulate(job: Job, *, megatron: Path, out: Path) -> dict:
         *("--prism-emulate", "--prism-world-size", str(job.num_gpus), "--prism-cluster", "dgx-h200"),
         *("--prism-out", str(out)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(
             f"{job.name}: exit status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
         )
     return json.loads((out / "prediction.json").read_text())
+
+
+def _last_words(stderr: str) -> str:
+    """prism's own error lines, else the end of the output."""
+    lines = stderr.splitlines()
+    return "\n".join([line for line in lines if line.startswith("prism: error")] or lines[-30:])
 
 
 def ranks_of(text: str) -> set[int]:
