@@ -158,6 +158,24 @@ def _build_indices(session: Session, original: Any, module: ModuleType) -> Any:
     return build
 
 
+def _batch_of_tp_rank(session: Session, original: Any, module: ModuleType) -> Any:
+    """Ranks that get their batch from a virtual peer count every token in the loss, as the mock data does."""
+
+    @functools.wraps(original)
+    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
+        batch = original(*args, **kwargs)
+        mask = batch.get("loss_mask")
+        is_source = module.mpu.get_tensor_model_parallel_rank() == 0
+        if mask is not None and not is_source and not session.context.spec.real_ranks:
+            from prism_plugins.device.tensors import host_view, is_shape_only
+
+            if not is_shape_only(mask):
+                host_view(mask).fill_(1)
+        return batch
+
+    return get_batch_on_this_tp_rank
+
+
 # --- writers ---
 
 
@@ -233,6 +251,7 @@ HOOKS = (
         _build_indices,
         "index caches that rank 0 alone writes",
     ),
+    ("megatron.training.utils", "get_batch_on_this_tp_rank", _batch_of_tp_rank, "batches of a virtual peer"),
     ("megatron.training.global_vars", "_set_tensorboard_writer", _no_writer, "writers are harmless"),
     ("megatron.training.global_vars", "_set_wandb_writer", _no_writer, "writers are harmless"),
     (

@@ -118,10 +118,16 @@ def _gathered_map(session: Session, original: Any, module: ModuleType) -> Any:
 
 def _router_gating(session: Session, original: Any, module: ModuleType) -> Any:
     """``router_gating_linear`` reads ``te_general_gemm``, which only an import of Transformer Engine defines."""
-    if not hasattr(module, "te_general_gemm"):
-        module.te_general_gemm = None
+    if hasattr(module, "te_general_gemm"):
+        return original
+    module.te_general_gemm = None
+
+    @functools.wraps(original)
+    def router_gating_linear(*args: Any, **kwargs: Any) -> Any:
         session.context.assume(NO_TE_GEMM)
-    return original
+        return original(*args, **kwargs)
+
+    return router_gating_linear
 
 
 _MODULE = "megatron.core.transformer.moe.moe_utils"

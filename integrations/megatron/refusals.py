@@ -14,7 +14,6 @@ REFUSING = (
     ("megatron.core.num_microbatches_calculator", "init_num_microbatches_calculator"),
     ("megatron.core.tensor_parallel.layers", "ColumnParallelLinear.__init__"),
     ("megatron.core.tensor_parallel.layers", "RowParallelLinear.__init__"),
-    ("megatron.core.transformer.transformer_block", "get_num_layers_to_build"),
     ("megatron.core.transformer.dot_product_attention", "DotProductAttention.__init__"),
     ("megatron.core.transformer.torch_norm", "WrappedTorchNorm.__new__"),
     ("megatron.core.fusions.fused_layer_norm", "FusedLayerNorm.__init__"),
