@@ -7,6 +7,7 @@
 
 #include <unordered_map>
 
+#include "attention.h"
 #include "config.h"
 #include "generator.h"
 #include "policies.h"
@@ -18,6 +19,7 @@ namespace prism {
 namespace {
 
 using at::Tensor;
+using c10::DispatchKey;
 using c10::IValue;
 using torch::jit::Stack;
 
@@ -493,7 +495,7 @@ void resize_tensor(const Tensor& t, at::IntArrayRef sizes, at::OptionalIntArrayR
 void run_op(const OpPlan& plan, Stack* stack) {
   size_t n = plan.kinds.size();
   IValue* args = stack->data() + (stack->size() - n);
-  for (size_t i = 0; i < n; ++i) {
+  for (size_t i = 0; plan.masks && i < n; ++i) {
     if (plan.kinds[i] != ArgKind::kOptionalTensorList || args[i].isNone()) continue;
     if (as_masked_fill(plan, args, stack)) return;
     expand_masks(args[i]);
@@ -505,18 +507,20 @@ void run_op(const OpPlan& plan, Stack* stack) {
   DeviceScope device(inputs.first_virtual);
   Stack results;
 
-  if (!inputs.any_shape_only && inputs.first_virtual) {
+  bool real = !inputs.any_shape_only && inputs.first_virtual;
+  if (real && !plan.fused_attention && !plan.no_cpu_kernel && !(inputs.any_synthesized && plan.sizes_by_values)) {
     if (compute(plan, args, inputs, results)) {
       finish(plan, args, results);
-      if (reads_back(plan.name)) record_read_back(plan.name, *inputs.first_virtual, inputs.any_synthesized);
+      if (plan.reads_back) record_read_back(plan.name, *inputs.first_virtual, inputs.any_synthesized);
       return replace_arguments(stack, n, std::move(results));
     }
+    if (!plan.op.hasKernelForDispatchKey(DispatchKey::CPU)) plan.no_cpu_kernel = true;
     counters().no_cpu_kernel.count(plan.name);
     keyed = build_key(key, plan, args, inputs);
   }
 
-  if (Policy policy = policy_of(plan.name)) {
-    policy(args, results);
+  if (plan.policy) {
+    plan.policy(args, results);
     finish(plan, args, results);
     record_read_back(plan.name, *inputs.first_virtual, true);
     return replace_arguments(stack, n, std::move(results));
@@ -542,6 +546,10 @@ void run_op(const OpPlan& plan, Stack* stack) {
     fresh->key = std::move(words);
     fresh->launches = plan.launches && any_elements(outputs_of(plan, args, results));
     entry = cache().insert(std::move(fresh), hash);
+  }
+  if (real && plan.fused_attention) {
+    if (compute_attention(plan, args, results, inputs.any_synthesized)) counters().computed++;
+    else counters().no_cpu_kernel.count(plan.name);
   }
   if (entry->launches) {
     count_op(plan);

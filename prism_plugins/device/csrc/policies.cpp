@@ -110,6 +110,10 @@ Policy policy_of(const std::string& name) {
   return it == kPolicies.end() ? nullptr : it->second;
 }
 
+bool sizes_by_values(const std::string& name) {
+  return kPolicies.count(name) && name != "aten::_local_scalar_dense" && name != "aten::equal";
+}
+
 bool reads_back(const std::string& name) { return kPolicies.count(name) > 0; }
 
 }  // namespace prism

@@ -16,6 +16,9 @@ using Policy = void (*)(const c10::IValue* args, torch::jit::Stack& results);
 
 // The policy of an operator (name with overload), or nullptr.
 Policy policy_of(const std::string& name);
+// True when the shape of the result depends on values: then the policy holds for synthesized values too, even where
+// they could be computed with (a mask of zeros that nobody computed selects nothing).
+bool sizes_by_values(const std::string& name);
 // True when the host waits for the operator's result on a real GPU.
 bool reads_back(const std::string& name);
 

@@ -5,6 +5,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "attention.h"
 #include "tensors.h"
 
 namespace prism {
@@ -91,6 +92,11 @@ OpPlan::OpPlan(const c10::OperatorHandle& handle) : op(handle) {
     views_of.push_back(viewed);
     if (written < 0) only_writes = false;
   }
+  fused_attention = is_fused_attention(name);
+  policy = policy_of(name);
+  sizes_by_values = prism::sizes_by_values(name);
+  reads_back = prism::reads_back(name);
+  for (ArgKind kind : kinds) masks = masks || kind == ArgKind::kOptionalTensorList;
   gemm = kGemms.count(base) > 0;
   values_matter = kValuesMatter.count(base) > 0;
   launches = !kNoKernel.count(base);

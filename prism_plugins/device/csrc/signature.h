@@ -3,8 +3,11 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 
+#include <atomic>
 #include <string>
 #include <vector>
+
+#include "policies.h"
 
 namespace prism {
 
@@ -28,6 +31,12 @@ struct OpPlan {
   bool gemm = false;             // runs in cuBLAS
   bool launches = true;          // runs a kernel at all
   bool only_writes = false;      // no fresh outputs
+  Policy policy = nullptr;       // makes the results where values decide and nobody knows them
+  bool sizes_by_values = false;
+  bool reads_back = false;       // the host waits for the result
+  bool fused_attention = false;
+  mutable std::atomic<bool> no_cpu_kernel{false};  // found out by trying
+  bool masks = false;            // takes indices that may be masks
 };
 
 // The plan of an operator; plans live for ever.

@@ -1,0 +1,142 @@
+"""Building and loading the backend: what can go wrong is said in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from prism_plugins.device import build
+from prism_plugins.errors import PrismError
+
+
+def test_cuda_ops_are_read_from_torchs_own_list():
+    torch = build.find_torch()
+    ops = build.cuda_ops(torch.root.parent / "torchgen/packaged/ATen/native/native_functions.yaml")
+    assert len(ops) > 1000
+    for op in (
+        "aten::mm",
+        "aten::add.Tensor",
+        "aten::add_.Tensor",
+        "aten::_fused_adamw_",
+        "aten::native_layer_norm",
+    ):
+        assert op in ops
+    for composite in ("aten::linear", "aten::zeros", "aten::reshape", "aten::mkldnn_linear"):
+        assert composite not in ops
+
+
+def test_torch_is_found_without_importing_it():
+    code = "import sys; from prism_plugins.device.build import find_torch; t = find_torch(); "
+    code += "assert 'torch' not in sys.modules; print(t.version, t.cuda)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    version, cuda = done.stdout.split()
+    import torch
+
+    assert version == torch.__version__
+    assert cuda == str(torch.version.cuda)
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(PrismError, match=r"install g\+\+.*apt install g\+\+.*conda"):
+        build._compiler()
+
+
+def test_compiler_errors_name_the_cause(tmp_path):
+    source = tmp_path / "bad.cpp"
+    source.write_text("int main() { return nothing; }")
+    with pytest.raises(PrismError, match=r"bad\.cpp.*error.*nothing"):
+        build._call([build._compiler(), "-c", str(source), "-o", str(tmp_path / "bad.o")], "bad.cpp")
+
+
+def test_unwritable_cache_falls_back_and_says_where(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "not_a_directory"
+    file.write_text("")
+    monkeypatch.setattr(build, "_cache_dirs", lambda: [file / "cache", tmp_path / "second"])
+    assert build._writable_cache() == tmp_path / "second"
+    assert str(tmp_path / "second") in capsys.readouterr().err
+    monkeypatch.setattr(build, "_cache_dirs", lambda: [file / "one", file / "two"])
+    with pytest.raises(PrismError, match="XDG_CACHE_HOME"):
+        build._writable_cache()
+
+
+def test_one_process_builds_and_the_others_wait(tmp_path, monkeypatch):
+    calls = []
+
+    def fake_compile(torch, path):
+        calls.append(path)
+        path.write_text("")
+
+    monkeypatch.setattr(build, "_cache_dirs", lambda: [tmp_path])
+    monkeypatch.setattr(build, "_compile", fake_compile)
+    torch = build.find_torch()
+    assert build.library_path(torch) == build.library_path(torch)
+    assert len(calls) == 1
+
+
+def test_the_cache_key_follows_torch_and_the_sources(monkeypatch):
+    torch = build.find_torch()
+    keys = {
+        build._source_hash(torch),
+        build._source_hash(build.TorchBuild(root=torch.root, version="2.11.0", cuda=None)),
+    }
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DX"))
+    keys.add(build._source_hash(torch))
+    assert len(keys) == 3
+
+
+LOAD = """
+    import sys
+    from prism_plugins.device import build, load
+    from prism_plugins.device.facts import gpu_facts
+    from prism_plugins.errors import PrismError
+    from prism_plugins.program.slices import SliceSpec
+    spec = SliceSpec(rank=0, world_size=8, gpus_per_node=8, argv=(), gpu=gpu_facts("h200"), slice_dir=".")
+    {prepare}
+    try:
+        load.load_device(spec)
+    except PrismError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        ("import torch", "torch was imported before"),
+        (
+            "t = build.find_torch(); load.find_torch = lambda: build.TorchBuild(root=t.root, version='2.13.0+cu130', cuda='13.0')",
+            "is a CUDA build",
+        ),
+        (
+            "t = build.find_torch(); p = build.library_path(t); load.library_path = lambda t: p; "
+            "load.find_torch = lambda: build.TorchBuild(root=t.root, version='2.99.0', cuda=None)",
+            "was built for torch",
+        ),
+        ("load.library_path = lambda t: '/nowhere/lib.so'", "does not load"),
+    ],
+)
+def test_refusals(prepare, message):
+    code = textwrap.dedent(LOAD).format(prepare=prepare)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+    assert message in done.stdout, done.stderr
+
+
+def test_outside_a_slice_there_is_no_device():
+    code = """
+        from prism_plugins.capture.recorder import get_recorder
+        from prism_plugins.errors import PrismError
+        try:
+            get_recorder()
+        except PrismError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert "not a slice" in done.stdout

@@ -1,0 +1,181 @@
+"""The allocator follows torch's caching allocator: rounding, pools, segments, splitting, streams, statistics."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+import torch
+
+from prism_plugins.capture.recorder import get_recorder
+from prism_plugins.device.load import cublas_workspace_bytes
+from prism_plugins.program.model import EventKind, MemoryCategory
+
+DEVICE = "virtual"
+MIB = 2**20
+
+
+def fresh():
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+def byte_tensor(n):
+    return torch.empty(n, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("size", "block", "segment"),
+    [
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (11 * MIB, 11 * MIB, 12 * MIB),
+        (11 * MIB + 1, 11 * MIB + 512, 12 * MIB),
+        (100 * MIB + 1, 100 * MIB + 512, 102 * MIB),
+    ],
+)
+def test_rounding_and_segments(size, block, segment):
+    allocated, reserved = fresh()
+    # Blocks of other tests may leave room in small segments: look at a stream of its own.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        t = byte_tensor(size)
+    assert torch.cuda.memory_allocated() - allocated == block
+    assert torch.cuda.memory_reserved() - reserved == segment
+    del t
+    assert torch.cuda.memory_allocated() == allocated
+    assert torch.cuda.memory_reserved() - reserved == segment
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == reserved
+
+
+def test_reuse_splitting_and_coalescing():
+    _, reserved = fresh()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        a, b, c = (byte_tensor(4 * MIB) for _ in range(3))  # one 20 MiB segment
+        assert torch.cuda.memory_reserved() - reserved == 20 * MIB
+        first = a.data_ptr()
+        del a, b
+        d = byte_tensor(8 * MIB)  # fits only if both neighbours were merged
+        assert d.data_ptr() == first
+        assert torch.cuda.memory_reserved() - reserved == 20 * MIB
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() - reserved == 20 * MIB  # the segment is in use
+        del c, d
+
+
+def test_streams_have_their_own_pools():
+    _, reserved = fresh()
+    one, two = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(one):
+        t = byte_tensor(15 * MIB)
+        del t
+    with torch.cuda.stream(two):
+        t = byte_tensor(15 * MIB)
+    assert torch.cuda.memory_reserved() - reserved == 32 * MIB
+
+
+def test_record_stream_is_counted_when_it_would_delay_reuse():
+    before = get_recorder().stats().delayed_reuse
+    t = byte_tensor(100)
+    t.record_stream(torch.cuda.current_stream())
+    del t
+    assert get_recorder().stats().delayed_reuse == before
+    t = byte_tensor(100)
+    t.record_stream(torch.cuda.Stream())
+    del t
+    assert get_recorder().stats().delayed_reuse == before + 1
+
+
+def test_peaks_and_statistics():
+    allocated, _ = fresh()
+    t = byte_tensor(3 * MIB)
+    del t
+    assert torch.cuda.max_memory_allocated() - allocated == 3 * MIB
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
+    stats = torch.cuda.memory_stats()
+    for name in ("allocation", "segment", "active", "inactive_split"):
+        assert f"{name}.small_pool.current" in stats
+    for name in (
+        "allocated_bytes",
+        "reserved_bytes",
+        "active_bytes",
+        "inactive_split_bytes",
+        "requested_bytes",
+    ):
+        assert stats[f"{name}.all.peak"] >= stats[f"{name}.all.current"] >= 0
+    assert stats["num_ooms"] == 0
+    assert "Allocated memory" in torch.cuda.memory_summary()
+    free, total = torch.cuda.mem_get_info()
+    assert total - free == torch.cuda.memory_reserved()
+
+
+def test_beyond_the_capacity_allocations_succeed_and_are_counted():
+    fresh()
+    total = torch.cuda.get_device_properties(0).total_memory
+    before = get_recorder().stats().num_ooms
+    t = torch.empty(total + MIB, dtype=torch.uint8, device="cuda")
+    assert get_recorder().stats().num_ooms == before + 1
+    assert t.shape == (total + MIB,)
+    del t
+    torch.cuda.empty_cache()
+
+
+def test_cublas_workspace_is_charged_once_per_thread_and_stream():
+    torch._C._cuda_clearCublasWorkspaces()
+    allocated, _ = fresh()
+    workspace = cublas_workspace_bytes((9, 0))
+    assert workspace == 32 * MIB
+    a = torch.randn(16, 16, device="cuda")
+    base = torch.cuda.memory_allocated()
+    for _ in range(3):
+        a @ a
+    assert torch.cuda.memory_allocated() - base == workspace
+    categories = {x.category for x in get_recorder().live_allocations() if x.nbytes == workspace}
+    assert categories == {MemoryCategory.WORKSPACE}
+    torch._C._cuda_clearCublasWorkspaces()
+    del a
+    assert torch.cuda.memory_allocated() == allocated
+
+
+def test_ledger_and_events_of_a_random_workload():
+    recorder = get_recorder()
+    recorder.start()
+    initial = {a.id: a.nbytes for a in recorder.live_allocations()}
+    rng = random.Random(0)
+    held = []
+    for _ in range(500):
+        if held and rng.random() < 0.5:
+            held.pop(rng.randrange(len(held)))
+        else:
+            held.append(byte_tensor(int(10 ** rng.uniform(1, 8))))
+    recorded = recorder.stop()
+    live = dict(initial)
+    for event in recorded.events:
+        if event["kind"] == EventKind.ALLOC:
+            assert int(event["ref"]) not in live
+            live[int(event["ref"])] = int(event["value"])
+        elif event["kind"] == EventKind.FREE:
+            del live[int(event["ref"])]
+    assert live == {a.id: a.nbytes for a in recorder.live_allocations()}
+    assert {a.id for a in recorded.initial} == set(initial)
+    stats = recorder.stats()
+    rounded = sum((n + 511) // 512 * 512 for n in live.values())
+    assert stats.requested_bytes == sum(live.values())
+    # A large block keeps a rest of up to 1 MiB that is not worth splitting off.
+    assert rounded <= stats.allocated_bytes <= rounded + MIB * len(live)
+
+
+def test_tags():
+    recorder = get_recorder()
+    t = byte_tensor(777)
+    recorder.tag(t, MemoryCategory.PARAMETERS)
+    assert [a.category for a in recorder.live_allocations() if a.nbytes == 777] == [MemoryCategory.PARAMETERS]
+    recorder.tag(torch.ones(1), MemoryCategory.PARAMETERS)  # no device memory: nothing to tag
