@@ -13,15 +13,14 @@ once and in order.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from prism_plugins.errors import CannotDeriveError
-from prism_plugins.program.model import EventKind, Phase, Program
-from prism_plugins.program.schedule import PhaseClass, describe, missing_for
+from prism_plugins.program.model import EVENT_DTYPE, EventKind, Phase, Program
+from prism_plugins.program.schedule import describe, missing_for
 from prism_plugins.program.segments import Segments, Timetable, TokenKind, UnitClass, makes_token, token_key
 from prism_plugins.program.tokens import Role, TokenKey, TokenNames, Way, name_unit, way_back, way_to
 
@@ -108,13 +107,18 @@ class CapturedStage:
             if not segments.is_loose(2 * i + 1)
         }
         self._templates: dict[UnitClass, dict[_Context, list[_Template]]] = {}
-        self._exceptions: dict[_Context, list[_Template]] = {}
+        self._exceptions: dict[tuple[UnitClass, _Context], list[_Template]] = {}
+        self._choices: dict[tuple[UnitClass, _Context], _Choice] = {}
         exceptions = set(names.units_without_release())
         for unit in range(timetable.num_units):
             if segments.is_loose(unit):
-                of_class = self._templates.setdefault(timetable.unit_class(unit), {})
-                where = self._exceptions if unit in exceptions else of_class
-                where.setdefault(_context(unit, timetable), []).append(_Template(unit, segments, names))
+                unit_class, context = timetable.unit_class(unit), _context(unit, timetable)
+                of_class = self._templates.setdefault(unit_class, {})
+                if unit in exceptions:
+                    templates = self._exceptions.setdefault((unit_class, context), [])
+                else:
+                    templates = of_class.setdefault(context, [])
+                templates.append(_Template(unit, segments, names))
 
     def derive(self, schedule: Sequence[Phase]) -> Program:
         """The program of a stage with another schedule. Groups, peers and rank stay those of the captured program:
@@ -127,7 +131,9 @@ class CapturedStage:
         timetable = Timetable(phases)
         fresh = _fresh_ids(program.events)
         units = [self._unit(unit, timetable, fresh) for unit in range(timetable.num_units)]
-        events = np.concatenate(self._without_surplus(units))
+        # As plain bytes: promoting the fields of a structured type costs more than the copying.
+        pieces = [np.ascontiguousarray(piece).view("V16") for piece in self._without_surplus(units)]
+        events = np.concatenate(pieces).view(EVENT_DTYPE)
         _check_same_work(program.events, events)
         table = list(dict.fromkeys([*program.phases, *phases]))
         index = {phase: i for i, phase in enumerate(table)}
@@ -186,47 +192,65 @@ class CapturedStage:
         A variable that outlives its step (the last output, until the scheduler returns) makes an exception to
         where such tokens are released otherwise.
         """
-        times = Counter(
-            token_key(event)
-            for events, _ in units
-            for event in events[events["kind"] == EventKind.FREE].tolist()
-        )
+        released = np.concatenate([events["ref"][events["kind"] == EventKind.FREE] for events, _ in units])
+        ids, counts = np.unique(released, return_counts=True)
+        repeated = {(TokenKind.ALLOCATION, id) for id in ids[counts > 1].tolist()}
         kept = []
         for events, found in units:
-            surplus = [row for row, key in found if events["kind"][row] == EventKind.FREE and times[key] > 1]
+            surplus = [row for row, key in found if key in repeated]
             kept.append(np.delete(events, surplus) if surplus else events)
         return kept
 
     def _template(self, unit: int, timetable: Timetable) -> _Template:
         """The captured unit to copy: the very same one in the same surroundings, else that whose surroundings are
         most alike, as far back as possible, then as far ahead."""
-        unit_class = timetable.unit_class(unit)
+        unit_class, context = timetable.unit_class(unit), _context(unit, timetable)
+        choice = self._choices.get((unit_class, context))
+        if choice is None:
+            choice = self._choices[unit_class, context] = self._choose(unit_class, context)
+        return choice.template(timetable.unit_identity(unit))
+
+    def _choose(self, unit_class: UnitClass, context: _Context) -> _Choice:
         known = self._templates.get(unit_class)
         if not known:
             raise CannotDeriveError(f"the captured stage has nothing like {name_unit(unit_class)}")
-        context, identity = _context(unit, timetable), timetable.unit_identity(unit)
-        for template in (*known.get(context, ()), *self._exceptions.get(context, ())):
-            if template.identity == identity:
-                return template
+        same = [*known.get(context, ()), *self._exceptions.get((unit_class, context), ())]
         likeness = {other: _likeness(context, other) for other in known}
         best = max(likeness.values())
-        found = [t for other, templates in known.items() if likeness[other] == best for t in templates]
-        if any(template.shape != found[0].shape for template in found):
-            raise CannotDeriveError(f"{name_unit(unit_class)} does not always do the same")
-        return found[0]
+        alike = [t for other, templates in known.items() if likeness[other] == best for t in templates]
+        return _Choice(same, alike, name_unit(unit_class))
 
 
-_Context = tuple[tuple[PhaseClass, ...], tuple[PhaseClass, ...]]
-"""Classes of the phases before a unit (nearest first) and after it."""
+class _Choice:
+    """The captured units that may be copied for units of one class in one kind of surroundings."""
+
+    def __init__(self, same: list[_Template], alike: list[_Template], name: str) -> None:
+        self._same = {template.identity: template for template in same}
+        self._alike = alike[0]
+        self._is_clear = all(template.shape == alike[0].shape for template in alike)
+        self._name = name
+
+    def template(self, identity: tuple[Phase | None, ...]) -> _Template:
+        """The unit with this identity in the same surroundings, else one that is alike."""
+        same = self._same.get(identity)
+        if same is not None:
+            return same
+        if not self._is_clear:
+            raise CannotDeriveError(f"{self._name} does not always do the same")
+        return self._alike
+
+
+_Context = tuple[tuple[int, ...], tuple[int, ...]]
+"""Codes of the classes of the phases before a unit (nearest first) and after it."""
 _CONTEXT_PHASES = 12
 
 
 def _context(unit: int, timetable: Timetable) -> _Context:
     before, after = unit // 2, (unit + 1) // 2
-    classes = timetable.classes
+    codes = timetable.codes
     return (
-        tuple(reversed(classes[max(0, before - _CONTEXT_PHASES) : before])),
-        tuple(classes[after : after + _CONTEXT_PHASES]),
+        tuple(reversed(codes[max(0, before - _CONTEXT_PHASES) : before])),
+        tuple(codes[after : after + _CONTEXT_PHASES]),
     )
 
 

@@ -58,13 +58,21 @@ class Token:
         self.uses: list[int] = []
 
 
+_CODES: dict[PhaseClass, int] = {}
+
+
 class Timetable:
     """The phases of an iteration in order, with look-ups by part and by micro-batch."""
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         self.phases = tuple(phases)
         self.classes = [phase_class(p) for p in self.phases]
-        self.phase_of_part = {part: i for i, p in enumerate(self.phases) for part in p.parts}
+        self.codes = [_CODES.setdefault(cls, len(_CODES)) for cls in self.classes]
+        """A number for each class, the same in all timetables."""
+        around = [BOUNDARY, *self.classes, BOUNDARY]
+        self._unit_classes: list[UnitClass] = [(around[0], around[1])]
+        for i, cls in enumerate(self.classes):
+            self._unit_classes += [(cls,), (cls, around[i + 2])]
         self._micro_batch_of = {
             part: (p.microbatch, p.chunk) for p in self.phases if is_bound(p) for part in p.parts
         }
@@ -120,10 +128,7 @@ class Timetable:
 
     def unit_class(self, unit: int) -> UnitClass:
         """What decides a loose unit's content."""
-        i = unit // 2
-        if unit % 2:
-            return (self.classes[i],)
-        return (self._class_at(i - 1), self._class_at(i))
+        return self._unit_classes[unit]
 
     def unit_identity(self, unit: int) -> tuple[Phase | None, ...]:
         """Equal for units that are the same piece of work on two stages."""
@@ -131,9 +136,6 @@ class Timetable:
         if unit % 2:
             return (self.phases[i],)
         return (self._phase_at(i - 1), self._phase_at(i))
-
-    def _class_at(self, i: int) -> PhaseClass:
-        return self.classes[i] if 0 <= i < len(self.classes) else BOUNDARY
 
     def _phase_at(self, i: int) -> Phase | None:
         return self.phases[i] if 0 <= i < len(self.phases) else None

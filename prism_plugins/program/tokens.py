@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from prism_plugins.errors import CannotDeriveError
-from prism_plugins.program.schedule import BOUNDARY, PhaseClass
+from prism_plugins.program.schedule import BOUNDARY
 from prism_plugins.program.segments import (
     MicroBatch,
     Segments,
@@ -58,8 +58,8 @@ class Way(NamedTuple):
 
     anchor: str
     """Name of the part that ties that phase to the micro-batch."""
-    classes: tuple[PhaseClass, ...]
-    """From that phase up to the unit."""
+    classes: tuple[int, ...]
+    """Codes of the classes from that phase up to the unit."""
 
 
 _SAMPLE = 24
@@ -82,10 +82,11 @@ class TokenNames:
         self._named: dict[tuple[Role, MicroBatch | None], TokenKey] = {}
         self._micro_batch: dict[TokenKey, MicroBatch | None] = {}
         self._learn_owners()
+        self._roles = {type_: self._role(type_) for type_ in self._owner}
 
     def role(self, key: TokenKey) -> Role:
         """The role of a token."""
-        return self._role(self._type[key])
+        return self._roles[self._type[key]]
 
     def micro_batch(self, key: TokenKey) -> MicroBatch | None:
         """The micro-batch a token belongs to, if to any."""
@@ -252,14 +253,14 @@ def way_to(unit: int, micro_batch: MicroBatch, timetable: Timetable) -> Way | No
     if not at:
         return None
     start = phases[at - 1]
-    return Way(timetable.anchor(start, micro_batch), tuple(timetable.classes[start : last + 1]))
+    return Way(timetable.anchor(start, micro_batch), tuple(timetable.codes[start : last + 1]))
 
 
 def way_back(way: Way, unit: int, timetable: Timetable) -> MicroBatch | None:
     """The micro-batch from whose last phase this way leads to a unit of any timetable; None if none does."""
     last = (unit - 1) // 2
     start = last + 1 - len(way.classes)
-    if start < 0 or tuple(timetable.classes[start : last + 1]) != way.classes:
+    if start < 0 or tuple(timetable.codes[start : last + 1]) != way.classes:
         return None
     phase = timetable.phases[start]
     found = [m for m in timetable.micro_batches(phase) if timetable.anchor(start, m) == way.anchor]
