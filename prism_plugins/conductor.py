@@ -70,7 +70,7 @@ def conduct(job: Job) -> int:
                 programs=programs,
                 costs=costs,
                 timeline=timeline,
-                memory=predict_memory(programs, cluster),
+                memory=predict_memory(programs, cluster, runner.reports),
                 findings=(*faults, *differences),
                 audit=audit,
             )

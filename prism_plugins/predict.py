@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -47,10 +47,17 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Beyond those of the slices and the cost model."""
 
 
-def predict_memory(programs: JobPrograms, cluster: Cluster) -> tuple[ClassMemory, ...]:
-    """Memory of every class."""
+def predict_memory(
+    programs: JobPrograms, cluster: Cluster, reports: Mapping[int, SliceReport]
+) -> tuple[ClassMemory, ...]:
+    """Memory of every class; that of sliced ones by their slice's own ledger."""
     return tuple(
-        memory_of_class(c, ranks=format_ranks(c.ranks), capacity_bytes=cluster.gpu.memory_bytes)
+        memory_of_class(
+            c,
+            ranks=format_ranks(c.ranks),
+            capacity_bytes=cluster.gpu.memory_bytes,
+            ledger=reports.get(c.representative) if c.exemplar.source != "derived" else None,
+        )
         for c in programs.classes
     )
 

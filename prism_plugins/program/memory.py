@@ -22,6 +22,7 @@ from prism_plugins.program.memory_allocator import AllocatorUse, CachingAllocato
 from prism_plugins.program.memory_device import DeviceOverhead, communicators
 from prism_plugins.program.model import EventKind, MemoryCategory, Phase, Program
 from prism_plugins.program.prediction import ClassMemory, Finding
+from prism_plugins.program.slices import SliceReport
 
 GIB = 2**30
 _CLOSE_TO_CAPACITY = 0.95
@@ -43,6 +44,7 @@ def memory_of_class(
     *,
     ranks: str,
     capacity_bytes: int,
+    ledger: SliceReport | None = None,
     overhead: DeviceOverhead | None = None,
     init_communicators: int = 1,
 ) -> ClassMemory:
@@ -52,12 +54,22 @@ def memory_of_class(
         rank_class: The class.
         ranks: Its ranks as text, for the report.
         capacity_bytes: Memory of the GPU as CUDA reports it.
+        ledger: Report of the slice whose program the exemplar is. Its allocator saw the job from the start, so its
+            allocated and reserved bytes replace the emulated ones.
         overhead: What CUDA, libraries and NCCL take.
         init_communicators: Communicators that no iteration uses but start-up did (the world group's).
     """
     use = memory_of_program(
         rank_class.exemplar, overhead=overhead or DeviceOverhead(), init_communicators=init_communicators
     )
+    if ledger is not None and ledger.peak_reserved_bytes:
+        use = msgspec.structs.replace(
+            use,
+            peak_allocated_bytes=ledger.peak_allocated_bytes,
+            peak_reserved_bytes=ledger.peak_reserved_bytes,
+            allocated_bytes_end=ledger.allocated_bytes_end,
+            device_used_bytes=use.device_used_bytes + ledger.peak_reserved_bytes - use.peak_reserved_bytes,
+        )
     base = int(allocated_curve(rank_class.exemplar).max(initial=0))
     extra = max(
         (int(allocated_curve(v).max(initial=0)) - base for v in rank_class.variants.values()), default=0

@@ -23,6 +23,7 @@ from prism_plugins.program.model import (
     Phase,
     Program,
 )
+from prism_plugins.program.slices import SliceReport
 
 GIB = 2**30
 NOTHING = DeviceOverhead(context_bytes=0, libraries_bytes=0)
@@ -234,3 +235,19 @@ def test_only_fragmented_memory_is_a_warning():
     (finding,) = memory_findings([memory])
     assert finding.severity == "warning"
     assert "cached blocks" in finding.message
+
+
+def test_the_ledger_of_a_slice_replaces_the_emulation():
+    report = SliceReport(
+        rank=0,
+        status="ok",
+        peak_allocated_bytes=33 * MIB,
+        peak_reserved_bytes=50 * MIB,
+        allocated_bytes_end=3 * MIB,
+    )
+    bigger = program([alloc(1, 64 * MIB), free(1)])
+    held = rank_class(program([alloc(1, 32 * MIB), free(1)]), variants={3: bigger}, variant_of={3: 3})
+    memory = memory_of_class(held, ranks="0-3", capacity_bytes=GIB, ledger=report, overhead=NOTHING)
+    assert memory.peak_allocated_bytes == (33 + 32) * MIB
+    assert memory.peak_reserved_bytes == memory.device_used_bytes == (50 + 32) * MIB
+    assert memory.allocated_bytes_end == 3 * MIB
