@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from prism_plugins.collectives import functional, objects
+from prism_plugins.collectives import functional
 from prism_plugins.collectives.group import VirtualProcessGroup
 from prism_plugins.collectives.journal import Journal, group_shape
-from prism_plugins.collectives.nccl import ProcessGroupNCCL
+from prism_plugins.collectives.patches import AppliedPatches, patch_table
 from prism_plugins.collectives.peers import MirrorPeers
-from prism_plugins.collectives.real import RealPeers, RealWorld
-from prism_plugins.collectives.stores import VirtualStore, make_shared_store_classes, make_store_classes
+from prism_plugins.collectives.real import RealPeers
+from prism_plugins.collectives.real_world import RealWorld
+from prism_plugins.collectives.stores import VirtualStore
 from prism_plugins.program.slices import SliceSpec
 
 _BACKEND = "prism"
-_NCCL_TIMEOUT = timedelta(minutes=10)
-_NCCL_VERSION = 2 << 32 | 27 << 16 | 5
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Patch:
-    """One attribute that is replaced."""
-
-    target: Any
-    name: str
-    replacement: Any
-    why: str
 
 
 class Collectives:
@@ -57,12 +43,13 @@ class Collectives:
         """Groups this rank is a member of."""
         self._recorder = recorder
         self._real = RealWorld(spec) if spec.real_ranks else None
-        self._all_real = self._real is not None and self._real.covers(range(spec.world_size))
+        self.all_real = self._real is not None and self._real.covers(range(spec.world_size))
+        """Whether every rank of the target world is a process that runs now."""
         self._virtual_store = VirtualStore(rank=spec.rank, world_size=spec.world_size)
         self._ordinals: Counter[str] = Counter()
         self._pending: dict[str, Any] = {}
         self._kernels: torch.library.Library | None = None
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._patches: AppliedPatches | None = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the journal, and tell the slice's context what was assumed about virtual ranks."""
@@ -93,107 +80,17 @@ class Collectives:
             )
         return lines
 
-    # Patch table
-
-    def patches(self) -> list[Patch]:
-        """Everything in ``torch.distributed`` that is replaced, with its reason."""
-        table = [
-            Patch(
-                target=c10d,
-                name="_new_process_group_helper",
-                replacement=self._wrap_helper(c10d._new_process_group_helper),
-                why="every backend name makes our group, at the target's rank and world size",
-            ),
-            Patch(
-                target=c10d,
-                name="rendezvous",
-                replacement=self._rendezvous,
-                why="there is nobody to meet",
-            ),
-            Patch(
-                target=c10d,
-                name="_store_based_barrier",
-                replacement=lambda *args, **kwargs: None,
-                why="virtual ranks never check in (TORCH_DIST_INIT_BARRIER=1)",
-            ),
-            Patch(
-                target=c10d,
-                name="batch_isend_irecv",
-                replacement=_wrap_batch(c10d.batch_isend_irecv),
-                why="torch groups a batch only for `type(group) is ProcessGroup`, never for a subclass",
-            ),
-            Patch(
-                target=c10d,
-                name="split_group",
-                replacement=self._wrap_split_group(c10d.split_group),
-                why="ncclCommSplit of a virtual communicator",
-            ),
-            Patch(target=c10d, name="is_nccl_available", replacement=lambda: True, why="CPU builds say no"),
-            Patch(
-                target=c10d,
-                name="default_pg_nccl_timeout",
-                replacement=c10d.default_pg_nccl_timeout or _NCCL_TIMEOUT,
-                why="None in CPU builds",
-            ),
-        ]
-        for name, replacement in objects.REPLACEMENTS.items():
-            original = getattr(c10d, name)
-            table.append(
-                Patch(
-                    target=c10d,
-                    name=name,
-                    replacement=objects.for_virtual_groups(original, replacement),
-                    why="objects must not go through device tensors whose values are not real",
-                )
-            )
-        if self._all_real:
-            stores = make_shared_store_classes(lambda: self._store)
-        else:
-            stores = make_store_classes(rank=self.spec.rank, world_size=self.spec.world_size)
-        for name, cls in stores.items():
-            table.append(
-                Patch(target=dist, name=name, replacement=cls, why="its constructor waits for peers")
-            )
-        if not hasattr(c10d, "ProcessGroupNCCL"):
-            for module in (c10d, dist):
-                table.append(
-                    Patch(
-                        target=module,
-                        name="ProcessGroupNCCL",
-                        replacement=ProcessGroupNCCL,
-                        why="CPU builds lack it; scripts make its Options",
-                    )
-                )
-        if not hasattr(torch._C, "_nccl_version"):
-            why = "CPU builds lack it; torch asks for it to log errors of nccl groups"
-            for name, value in (("_nccl_version", _NCCL_VERSION), ("_nccl_version_suffix", b"")):
-                replacement = functools.partial(_constant, value)
-                table.append(Patch(target=torch._C, name=name, replacement=replacement, why=why))
-        return table
-
     def apply(self) -> None:
-        """Install all patches, in every module of torch that holds the replaced object by that name."""
+        """Register the backend and install all patches."""
         if _BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(_BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda"])
         _active.append(self)
         self._kernels = functional.register()
-        for patch in self.patches():
-            original = getattr(patch.target, patch.name, _MISSING)
-            targets = [patch.target]
-            if callable(original):
-                targets += _modules_holding(patch.name, original, patch.target)
-            for target in targets:
-                self._undo.append((target, patch.name, original))
-                setattr(target, patch.name, patch.replacement)
+        self._patches = AppliedPatches(patch_table(self))
 
     def undo(self) -> None:
         """Put everything back."""
-        while self._undo:
-            target, name, original = self._undo.pop()
-            if original is _MISSING:
-                delattr(target, name)
-            else:
-                setattr(target, name, original)
+        self._patches.undo()
         if self._kernels is not None:
             self._kernels._destroy()
         _active.remove(self)
@@ -213,7 +110,9 @@ class Collectives:
             recorder=self._recorder, peers=peers, ranks=ranks, rank=rank, name=name, **self._pending
         )
 
-    def _wrap_helper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_helper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``_new_process_group_helper`` that makes our group and keeps the backend's name."""
+
         @functools.wraps(original)
         def helper(
             group_size: int,
@@ -229,7 +128,7 @@ class Collectives:
         ) -> Any:
             if not global_ranks_in_group:
                 group_size, group_rank = self.spec.world_size, self.spec.rank
-                store = dist.PrefixStore("default_pg", self._store)
+                store = dist.PrefixStore("default_pg", self.store)
             config = _backend_config(str(backend))
             self._pending = {
                 "desc": group_desc or "undefined",
@@ -258,7 +157,8 @@ class Collectives:
 
         return helper
 
-    def _wrap_split_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_split_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``split_group`` of our groups; checks what torch checks."""
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -301,13 +201,15 @@ class Collectives:
         return split_group
 
     @property
-    def _store(self) -> dist.Store:
-        return self._real.store if self._all_real else self._virtual_store
+    def store(self) -> dist.Store:
+        """What ``init_process_group`` gets as its store, whatever the script gave it."""
+        return self._real.store if self.all_real else self._virtual_store
 
-    def _rendezvous(
+    def rendezvous(
         self, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any
     ) -> Iterator[tuple[dist.Store, int, int]]:
-        yield self._store, self.spec.rank, self.spec.world_size
+        """``rendezvous`` for any URL: meets nobody, knows rank and world size."""
+        yield self.store, self.spec.rank, self.spec.world_size
 
 
 def install_collectives(spec: SliceSpec, context: Any = None, *, recorder: Any = None) -> Collectives:
@@ -327,11 +229,6 @@ def install_collectives(spec: SliceSpec, context: Any = None, *, recorder: Any =
     return collectives
 
 
-def _constant(value: Any) -> Any:
-    return value
-
-
-_MISSING = object()
 _active: list[Collectives] = []
 
 
@@ -343,35 +240,3 @@ def _create_group(options: Any, backend_options: Any) -> VirtualProcessGroup:
 @functools.lru_cache
 def _backend_config(backend: str) -> Any:
     return c10d.BackendConfig(dist.Backend(backend))
-
-
-def _modules_holding(name: str, original: Any, target: Any) -> list[Any]:
-    """Python modules of torch that hold an object by this name. ``torch._C`` keeps its own: we use it."""
-    return [
-        module
-        for module_name, module in list(sys.modules.items())
-        if module_name.startswith("torch.")
-        and not module_name.startswith("torch._C")
-        and module is not target
-        and getattr(module, "__dict__", {}).get(name) is original
-    ] + ([dist] if target is not dist and dist.__dict__.get(name) is original else [])
-
-
-def _wrap_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-        c10d._check_p2p_op_list(p2p_op_list)
-        group = p2p_op_list[0].group or c10d._get_default_group()
-        if not isinstance(group, VirtualProcessGroup) or not group.supports_coalescing:
-            return original(p2p_op_list)
-        device = p2p_op_list[0].tensor.device
-        group._start_coalescing(device)
-        try:
-            for op in p2p_op_list:
-                call = group.send if op.op is dist.isend else group.recv
-                call([op.tensor], op.group_peer, op.tag)
-        finally:
-            work = group._end_coalescing(device)
-        return [work]
-
-    return batch_isend_irecv

@@ -123,16 +123,19 @@ class VirtualWork(CompletedWork):
         """A completed future of the tensors the call wrote.
 
         Whoever waits for it, in Python or C++, makes its stream wait for the call: as with NCCL, the event in the
-        future is recorded on a stream of its own that has waited for the call.
+        future is recorded on a stream of its own that has waited for the call. A future of CPU tensors has no
+        event: the current stream waits now.
         """
-        self._arrive()
-        if not library.is_loaded():
+        devices = list({t.device for t in self._tensors if t.device.type != "cpu"})
+        if not devices:
+            self.wait()
             return _completed_future(self.result())
+        self._arrive()
         device = library.call("get_device")
         before = library.call("exchange_stream", device, library.call("external_stream", _FUTURES))
         try:
             self._recorder.wait(self._work)
-            return _completed_future(self.result())
+            return _completed_future(self.result(), devices)
         finally:
             library.call("exchange_stream", device, before)
 
@@ -150,9 +153,8 @@ _FUTURES = 0x507269736D
 """Stands for the ``cudaStream_t`` on which futures are completed."""
 
 
-def _completed_future(tensors: list[Tensor]) -> torch.futures.Future:
-    devices = list({t.device for t in tensors if t.device.type != "cpu"})
-    future = torch.futures.Future(devices=devices) if devices else torch.futures.Future()
+def _completed_future(tensors: list[Tensor], devices: Sequence[torch.device] = ()) -> torch.futures.Future:
+    future = torch.futures.Future(devices=list(devices)) if devices else torch.futures.Future()
     future.set_result(tensors)
     return future
 

@@ -14,6 +14,7 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from prism_plugins.collectives.install import Collectives
+from prism_plugins.collectives.patches import patch_table
 from tests.collectives.conftest import FakeRecorder, make_spec
 
 MAY_BE_MISSING = ("ProcessGroupNCCL", "_nccl_version", "_nccl_version_suffix")
@@ -21,7 +22,7 @@ MAY_BE_MISSING = ("ProcessGroupNCCL", "_nccl_version", "_nccl_version_suffix")
 
 
 def table() -> list[Any]:
-    return Collectives(make_spec(), FakeRecorder()).patches()
+    return patch_table(Collectives(make_spec(), FakeRecorder()))
 
 
 @pytest.mark.parametrize("entry", table(), ids=lambda p: p.name)
