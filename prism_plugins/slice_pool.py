@@ -88,7 +88,7 @@ class SliceProcess:
         self.kill()  # Whatever it left running.
         for reader in self._readers:
             reader.join(timeout=2.0)
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             self._log.close()
         if self.dir.report.exists():
             try:

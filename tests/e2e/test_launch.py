@@ -340,6 +340,7 @@ def test_interrupted_children_end_and_finished_slices_are_reused(place, number, 
     assert "Traceback" not in err
     wait_for(lambda: not slice_processes(place), timeout=10)
     assert place.info()["status"] == "interrupted"
+    shutil.rmtree(place.out)
     child = subprocess.Popen(
         place.command(*words, launcher=launcher),
         cwd=place.path,
