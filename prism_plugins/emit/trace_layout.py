@@ -59,23 +59,44 @@ def _disjoint(start: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
 
 
 def whole_microseconds(spans: DeviceSpans, tid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and ends rounded to microseconds: disjoint on each track, at least 1 µs long, neighbours still touch.
+    """Starts and ends in whole microseconds: disjoint on each track, at least 1 long; spans that touch, on one track
+    or on two, still do, and sums of lengths keep their value.
 
-    With rounded ends E and starts S in track order, ``e[i] = max(E[i], S[i] + 1, e[i-1] + 1)`` and
-    ``s[i] = max(S[i], e[i-1])``; the recursion is a running maximum of ``E' - i``.
+    On each track, with rounded starts S and ends E, ``e[i] = max(E[i], S[i] + 1, e[i-1] + 1)`` and
+    ``s[i] = max(S[i], e[i-1])``; the first is a running maximum of ``max(E, S + 1) - i``.
     """
-    start_us = np.zeros(len(tid), dtype=np.int64)
-    end_us = np.zeros(len(tid), dtype=np.int64)
+    start_us, end_us = np.split(_dithered(np.concatenate((spans.start_ns, spans.end_ns)) / 1e3), 2)
+    end_us = np.maximum(end_us, start_us + 1)
     for track in np.unique(tid).tolist():
         index = np.flatnonzero(tid == track)
         index = index[np.argsort(spans.start_ns[index], kind="stable")]
-        start = np.rint(spans.start_ns[index] / 1e3).astype(np.int64)
-        end = np.maximum(np.rint(spans.end_ns[index] / 1e3).astype(np.int64), start + 1)
         steps = np.arange(len(index))
-        end = np.maximum.accumulate(end - steps) + steps
-        start[1:] = np.maximum(start[1:], end[:-1])
-        start_us[index], end_us[index] = start, end
+        end = np.maximum.accumulate(end_us[index] - steps) + steps
+        start_us[index[1:]] = np.maximum(start_us[index[1:]], end[:-1])
+        end_us[index] = end
     return start_us, end_us
+
+
+_GOLDEN = (5**0.5 - 1) / 2
+_SAME_US = 0.01
+"""Times closer than this are one time."""
+
+
+def _dithered(times: np.ndarray) -> np.ndarray:
+    """Round to integers, equal times alike, order kept, off by at most 1, and unbiased whatever the fractions are.
+
+    Rounding to nearest would bias sums: kernels issued by a host that takes 8.0 µs an op all have the same
+    fraction. The k-th distinct time ``t`` becomes ``floor(t + frac(k * golden ratio))``, a sequence that
+    spreads over [0, 1) as evenly as one can.
+    """
+    order = np.argsort(times, kind="stable")
+    ascending = times[order]
+    is_new = np.diff(ascending, prepend=-np.inf) > _SAME_US
+    distinct = ascending[is_new]
+    rounded = np.floor(distinct + np.arange(len(distinct)) * _GOLDEN % 1.0).astype(np.int64)
+    result = np.empty(len(times), dtype=np.int64)
+    result[order] = np.maximum.accumulate(rounded)[np.cumsum(is_new) - 1]
+    return result
 
 
 class HostTimes:

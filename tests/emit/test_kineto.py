@@ -8,9 +8,12 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prism_plugins.emit.kineto import TraceContext, write_kineto
-from prism_plugins.emit.spans import SpanKind, device_spans, temporal_breakdown
+from prism_plugins.emit.spans import DeviceSpans, SpanKind, device_spans, temporal_breakdown
+from prism_plugins.emit.trace_layout import whole_microseconds
 from prism_plugins.emit.trace_names import ranks_text
 from prism_plugins.world.layout import Layout
 
@@ -97,8 +100,42 @@ def test_times_are_whole_microseconds_and_positive(trace):
     shortest = np.min(spans.end_ns - spans.start_ns)
     assert shortest < 1000, "the fixture should hold a kernel of less than a microsecond"
     for event, start, end in zip(kernels, spans.start_ns, spans.end_ns, strict=True):
-        assert abs(event["ts"] * 1e3 - start) <= 1500
-        assert abs((event["ts"] + event["dur"]) * 1e3 - end) <= 1500
+        assert abs(event["ts"] * 1e3 - start) <= 2010
+        assert abs((event["ts"] + event["dur"]) * 1e3 - end) <= 2010
+
+
+def lone_track(start, end):
+    """Spans of one track, µs, as whole microseconds."""
+    start, end = np.array(start) * 1e3, np.array(end) * 1e3
+    none = np.zeros(len(start), dtype=np.int64)
+    spans = DeviceSpans(
+        row=none, start_ns=start, end_ns=end, transfer_start_ns=start, lane=none, kind=none, members={}
+    )
+    return whole_microseconds(spans, none)
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0.02, 40)), min_size=1, max_size=60), st.booleans())
+def test_rounding_keeps_order_and_touch(gaps_and_lengths, touching):
+    start, end, now = [], [], 0.0
+    for gap, length in gaps_and_lengths:
+        start.append(now + (0.0 if touching else gap))
+        now = start[-1] + length
+        end.append(now)
+    low, high = lone_track(start, end)
+    assert (high - low >= 1).all()
+    assert (low[1:] >= high[:-1]).all()
+    if touching:
+        assert (low[1:] == high[:-1]).all()
+    if min(length for _, length in gaps_and_lengths) >= 2:
+        assert np.abs(low - start).max() <= 1.01
+        assert np.abs(high - end).max() <= 1.01
+
+
+@pytest.mark.parametrize("length", [1.1, 1.5, 1.9, 2.5, 3.25])
+def test_kernels_on_the_hosts_grid_do_not_bias_the_sum(length):
+    start = np.arange(1000) * 8.0
+    low, high = lone_track(start, start + length)
+    assert (high - low).sum() == pytest.approx(1000 * length, abs=10)
 
 
 def test_one_empty_step_follows_the_real_one(trace):
@@ -203,9 +240,16 @@ class TestHolisticTraceAnalysis:
     """The real tool on the traces of two ranks."""
 
     @pytest.fixture
-    def analysis(self, trace, tmp_path):
+    def analysis(self, trace, build, tmp_path):
         hta = pytest.importorskip("hta.trace_analysis", reason="HolisticTraceAnalysis is not installed")
-        made = {rank: trace(rank)[2:4] for rank in (0, 6)}
+        make_program, make_times = build
+        made = {}
+        for rank, host_op_ns in (
+            (0, 6_000),
+            (6, 160_000),
+        ):  # the device is nearly always busy; the host is the limit
+            program = make_program(rank)
+            made[rank] = trace(rank, program=program, times=make_times(program, host_op_ns=host_op_ns))[2:4]
         return hta.TraceAnalysis(trace_dir=str(tmp_path)), made
 
     def test_temporal_breakdown_is_ours(self, analysis):
@@ -219,7 +263,8 @@ class TestHolisticTraceAnalysis:
                 ("idle_time(us)", ours.idle_ns), ("compute_time(us)", ours.compute_ns),
                 ("non_compute_time(us)", ours.non_compute_ns), ("kernel_time(us)", ours.kernel_ns),
             ):  # fmt: skip
-                assert table.loc[rank, column] * 1e3 == pytest.approx(value, rel=0.01), column
+                # Times are whole microseconds, which matters only to sums of a few.
+                assert table.loc[rank, column] * 1e3 == pytest.approx(value, rel=0.01, abs=2_000), column
             assert ours.idle_ns + ours.compute_ns + ours.non_compute_ns == pytest.approx(ours.kernel_ns)
             assert ours.idle_ns > 0
             assert np.count_nonzero(spans.kind == SpanKind.MEMORY) > 0
