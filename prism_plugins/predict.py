@@ -11,7 +11,7 @@ from prism_plugins.costs.cluster import Cluster
 from prism_plugins.emit.ranks import format_ranks
 from prism_plugins.options import Options
 from prism_plugins.program.job import JobPrograms
-from prism_plugins.program.memory import memory_findings, memory_of_class
+from prism_plugins.program.memory import memory_findings, memory_of_classes
 from prism_plugins.program.prediction import (
     Audit,
     Breakdown,
@@ -51,14 +51,11 @@ def predict_memory(
     programs: JobPrograms, cluster: Cluster, reports: Mapping[int, SliceReport]
 ) -> tuple[ClassMemory, ...]:
     """Memory of every class; that of sliced ones by their slice's own ledger."""
-    return tuple(
-        memory_of_class(
-            c,
-            ranks=format_ranks(c.ranks),
-            capacity_bytes=cluster.gpu.memory_bytes,
-            ledger=reports.get(c.representative) if c.exemplar.source != "derived" else None,
-        )
-        for c in programs.classes
+    return memory_of_classes(
+        programs.classes,
+        ranks=[format_ranks(c.ranks) for c in programs.classes],
+        capacity_bytes=cluster.gpu.memory_bytes,
+        ledgers=reports,
     )
 
 

@@ -12,7 +12,8 @@ after their release are taken as free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,42 +40,78 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     by_category: dict[str, int]
 
 
-def memory_of_class(
-    rank_class: RankClass,
+def memory_of_classes(
+    classes: Sequence[RankClass],
     *,
-    ranks: str,
+    ranks: Sequence[str],
     capacity_bytes: int,
-    ledger: SliceReport | None = None,
+    ledgers: Mapping[int, SliceReport] | None = None,
     overhead: DeviceOverhead | None = None,
     init_communicators: int = 1,
-) -> ClassMemory:
-    """Memory of the ranks of a class: its exemplar, raised to the largest of its variants.
+) -> tuple[ClassMemory, ...]:
+    """Memory of the ranks of every class: its exemplar, raised to the largest of its variants.
+
+    Where a slice ran the exemplar, its own allocator saw the job from the start: allocated and reserved bytes are
+    then the slice's. A class derived from another one's slice is emulated, and corrected by what emulation missed
+    there (fragmentation that dates from before the iteration).
 
     Args:
-        rank_class: The class.
-        ranks: Its ranks as text, for the report.
+        classes: The classes.
+        ranks: The ranks of each class as text, for the report.
         capacity_bytes: Memory of the GPU as CUDA reports it.
-        ledger: Report of the slice whose program the exemplar is. Its allocator saw the job from the start, so its
-            allocated and reserved bytes replace the emulated ones.
+        ledgers: Reports of slices, by rank.
         overhead: What CUDA, libraries and NCCL take.
         init_communicators: Communicators that no iteration uses but start-up did (the world group's).
     """
-    use = memory_of_program(
-        rank_class.exemplar, overhead=overhead or DeviceOverhead(), init_communicators=init_communicators
+    ledgers = ledgers or {}
+    uses = [
+        memory_of_program(c.exemplar, overhead=overhead, init_communicators=init_communicators)
+        for c in classes
+    ]
+    missed = {
+        c.representative: _missed_by_emulation(use, ledgers[c.representative])
+        for c, use in zip(classes, uses, strict=True)
+        if c.exemplar.source != "derived" and c.representative in ledgers
+    }
+    return tuple(
+        _class_memory(c, text, _corrected(use, missed.get(c.representative, _NOTHING_MISSED)), capacity_bytes)
+        for c, text, use in zip(classes, ranks, uses, strict=True)
     )
-    if ledger is not None and ledger.peak_reserved_bytes:
-        use = msgspec.structs.replace(
-            use,
-            peak_allocated_bytes=ledger.peak_allocated_bytes,
-            peak_reserved_bytes=ledger.peak_reserved_bytes,
-            allocated_bytes_end=ledger.allocated_bytes_end,
-            device_used_bytes=use.device_used_bytes + ledger.peak_reserved_bytes - use.peak_reserved_bytes,
-        )
-    base = int(allocated_curve(rank_class.exemplar).max(initial=0))
-    extra = max(
-        (int(allocated_curve(v).max(initial=0)) - base for v in rank_class.variants.values()), default=0
+
+
+class _Missed(NamedTuple):
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    allocated_bytes_end: int
+
+
+_NOTHING_MISSED = _Missed(0, 0, 0)
+
+
+def _missed_by_emulation(use: MemoryUse, ledger: SliceReport) -> _Missed:
+    if not ledger.peak_reserved_bytes:
+        return _NOTHING_MISSED
+    return _Missed(*(getattr(ledger, field) - getattr(use, field) for field in _Missed._fields))
+
+
+def _corrected(use: MemoryUse, missed: _Missed) -> MemoryUse:
+    peak = use.peak_allocated_bytes + missed.peak_allocated_bytes
+    reserved = max(use.peak_reserved_bytes + missed.peak_reserved_bytes, peak)
+    return msgspec.structs.replace(
+        use,
+        peak_allocated_bytes=peak,
+        peak_reserved_bytes=reserved,
+        allocated_bytes_end=use.allocated_bytes_end + missed.allocated_bytes_end,
+        device_used_bytes=use.device_used_bytes + reserved - use.peak_reserved_bytes,
     )
-    extra = max(extra, 0)
+
+
+def _class_memory(rank_class: RankClass, ranks: str, use: MemoryUse, capacity_bytes: int) -> ClassMemory:
+    """Optimizer shards have nearly equal sizes, and making a variant is dear: the first and last stand for all."""
+    keys = sorted(rank_class.variants)
+    base = int(allocated_curve(rank_class.exemplar).max(initial=0)) if keys else 0
+    peaks = [int(allocated_curve(rank_class.variants[key]).max(initial=0)) for key in {*keys[:1], *keys[-1:]}]
+    extra = max(0, max(peaks, default=0) - base)
     return ClassMemory(
         ranks=ranks,
         name=rank_class.name,
@@ -96,7 +133,7 @@ def memory_of_program(
     passes: int = 2,
 ) -> MemoryUse:
     """Memory of one program over a steady iteration: the last of ``passes`` in a row, starting from an allocator
-    that holds the initial allocations and nothing else. See :func:`memory_of_class` for the other arguments."""
+    that holds the initial allocations and nothing else. See :func:`memory_of_classes` for the other arguments."""
     overhead = overhead or DeviceOverhead()
     rows, steady = _emulate(program, passes=passes)
     peak_row = int(rows[steady.peak_index]) if len(rows) else -1

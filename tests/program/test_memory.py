@@ -9,7 +9,7 @@ from prism_plugins.program.job import RankClass
 from prism_plugins.program.memory import (
     allocated_curve,
     memory_findings,
-    memory_of_class,
+    memory_of_classes,
     memory_of_program,
 )
 from prism_plugins.program.memory_device import MIB, CommunicatorUse, DeviceOverhead, communicators
@@ -194,6 +194,11 @@ def test_nccl_figures_are_the_measured_ones(channels, first, further, p2p, pair)
     assert mib(one, use(pairs=1)) - mib(one) == pytest.approx(pair, abs=2)
 
 
+def memory_of_class(held, *, ranks, **options):
+    (memory,) = memory_of_classes([held], ranks=[ranks], **options)
+    return memory
+
+
 def rank_class(exemplar, **variants):
     return RankClass(name="stage 0", ranks=np.arange(4), representative=0, exemplar=exemplar, **variants)
 
@@ -247,7 +252,35 @@ def test_the_ledger_of_a_slice_replaces_the_emulation():
     )
     bigger = program([alloc(1, 64 * MIB), free(1)])
     held = rank_class(program([alloc(1, 32 * MIB), free(1)]), variants={3: bigger}, variant_of={3: 3})
-    memory = memory_of_class(held, ranks="0-3", capacity_bytes=GIB, ledger=report, overhead=NOTHING)
+    memory = memory_of_class(held, ranks="0-3", capacity_bytes=GIB, ledgers={0: report}, overhead=NOTHING)
     assert memory.peak_allocated_bytes == (33 + 32) * MIB
     assert memory.peak_reserved_bytes == memory.device_used_bytes == (50 + 32) * MIB
     assert memory.allocated_bytes_end == 3 * MIB
+
+
+def test_derived_classes_inherit_what_emulation_missed_in_their_source():
+    sliced = rank_class(program([alloc(1, 32 * MIB), free(1)]))
+    derived = rank_class(program([alloc(1, 40 * MIB), free(1)]))
+    derived.exemplar.source = "derived"
+    report = SliceReport(rank=0, status="ok", peak_allocated_bytes=33 * MIB, peak_reserved_bytes=50 * MIB)
+    _, memory = memory_of_classes(
+        [sliced, derived], ranks=["0", "1"], capacity_bytes=GIB, ledgers={0: report}, overhead=NOTHING
+    )
+    assert memory.peak_allocated_bytes == 41 * MIB
+    assert memory.peak_reserved_bytes == 58 * MIB
+
+
+def test_few_variants_are_made():
+    class Variants(dict):
+        made = ()
+
+        def __getitem__(self, key):
+            self.made = (*self.made, key)
+            return super().__getitem__(key)
+
+    variants = Variants({key: program([alloc(1, key * MIB), free(1)]) for key in range(1, 100)})
+    memory = memory_of_class(
+        rank_class(program([]), variants=variants), ranks="0-99", capacity_bytes=GIB, overhead=NOTHING
+    )
+    assert memory.peak_allocated_bytes == 99 * MIB
+    assert sorted(variants.made) == [1, 99]
