@@ -65,7 +65,7 @@ class Collectives:
         if stats.nearest:
             lines.append(
                 f"{stats.nearest} control payload(s) of virtual ranks were taken from another call of the "
-                "same group, because the slice of their source ran fewer"
+                "same group, as the journals do not know the call itself"
             )
         if stats.misses:
             lines.append(

@@ -44,7 +44,7 @@ class JournalStats(msgspec.Struct):
     hits: int = 0
     """Payloads of virtual ranks found under their exact key."""
     nearest: int = 0
-    """Payloads taken from another call of the same group, root and geometry, because the source ran fewer."""
+    """Payloads taken from another call of the same group and geometry, because the journals know no better."""
     misses: int = 0
     """Payloads of virtual ranks that no journal holds; mirror semantics answered."""
     dropped: int = 0
@@ -108,7 +108,13 @@ class Journal:
         self.stats.recorded += 1
 
     def look_up(
-        self, channel: str, *, sequence: int, slot: int, num_bytes: int | None = None
+        self,
+        channel: str,
+        *,
+        sequence: int,
+        slot: int,
+        num_bytes: int | None = None,
+        like: str | None = None,
     ) -> bytes | None:
         """A payload that a virtual rank sends us, or None.
 
@@ -118,6 +124,8 @@ class Journal:
             slot: position within the call.
             num_bytes: required size. With it, a call that no journal holds is answered by the nearest earlier
                 one of the same channel and size (the source's slice may have run fewer iterations).
+            like: prefix of other channels that may answer if this one is not known: a header from stage 2 to 1
+                looks like the one from stage 0 to 1.
         """
         for earlier in self._earlier:
             payload = earlier.exact(channel, sequence, slot)
@@ -127,6 +135,8 @@ class Journal:
         if num_bytes is not None:
             for earlier in self._earlier:
                 payload = earlier.nearest(channel, sequence, slot, num_bytes)
+                if payload is None and like is not None:
+                    payload = earlier.similar(like, sequence, slot, num_bytes)
                 if payload is not None:
                     self.stats.nearest += 1
                     return payload
@@ -197,4 +207,12 @@ class _Earlier:
             payload = self._payloads[calls[candidate]]
             if len(payload) == num_bytes:
                 return payload
+        return None
+
+    def similar(self, prefix: str, sequence: int, slot: int, num_bytes: int) -> bytes | None:
+        for name, its_slot in self._calls:
+            if its_slot == slot and name.startswith(prefix):
+                payload = self.nearest(name, sequence, slot, num_bytes)
+                if payload is not None:
+                    return payload
         return None

@@ -148,9 +148,9 @@ class MirrorPeers:
         integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
         if integer and peer >= 0:
             sequence = self._next("p2p", peer, tag, sending=False)
-            if view is not None and self._look_up(
-                self._channel("p2p", peer, self._rank, tag), tensor, view, sequence, 0
-            ):
+            name = self._channel("p2p", peer, self._rank, tag)
+            like = f"p2p/{self._shape}/{self._ordinal}/"
+            if view is not None and self._look_up(name, tensor, view, sequence, 0, like=like):
                 return None
         if view is not None:
             values.fill_plausible(tensor, view)
@@ -242,11 +242,13 @@ class MirrorPeers:
         if view.dtype.is_floating_point and view.element_size() > 1 and not view.isfinite().all():
             values.fill_plausible(tensor, view)
 
-    def _look_up(self, name: str, tensor: Tensor, view: Tensor, sequence: int, slot: int) -> bool:
+    def _look_up(
+        self, name: str, tensor: Tensor, view: Tensor, sequence: int, slot: int, like: str | None = None
+    ) -> bool:
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes == 0 or num_bytes > MAX_TENSOR_BYTES:
             return False
-        payload = self._journal.look_up(name, sequence=sequence, slot=slot, num_bytes=num_bytes)
+        payload = self._journal.look_up(name, sequence=sequence, slot=slot, num_bytes=num_bytes, like=like)
         if payload is None:
             return False
         view.copy_(torch.frombuffer(bytearray(payload), dtype=view.dtype).view(view.shape))

@@ -11,7 +11,7 @@ Limits:
   values there), and all_to_all is answered by mirror semantics.
 * A partner that does not come raises
   :class:`~prism_plugins.collectives.real_world.CollectiveTimeoutError` after ``PRISM_REAL_TIMEOUT_S`` seconds
-  (default 120).
+  (default 300).
 """
 
 from __future__ import annotations

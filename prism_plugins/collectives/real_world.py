@@ -30,7 +30,7 @@ class RealWorld:
         self.ranks = tuple(sorted(spec.real_ranks))
         self.rank = spec.rank
         self.exchanges_all = spec.device != "virtual"
-        self.timeout = timedelta(seconds=float(os.environ.get("PRISM_REAL_TIMEOUT_S", "120")))
+        self.timeout = timedelta(seconds=float(os.environ.get("PRISM_REAL_TIMEOUT_S", "300")))
         self._address = spec.store
         self._run = os.path.basename(os.path.dirname(os.path.dirname(spec.slice_dir)))
         self._store: Any = None

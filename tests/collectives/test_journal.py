@@ -169,6 +169,20 @@ def test_a_call_beyond_the_source_takes_the_nearest_and_says_so(
     assert "another call" in world.collectives.assumptions()[0]
 
 
+def test_headers_between_other_stages_are_like_those_of_rank_0(
+    make_world: Callable[..., Any], tmp_path: Path
+) -> None:
+    make_world(rank=0, world_size=4)
+    dist.send(torch.tensor([64, 1, 256]), 1)
+    save_journal(tmp_path / "j.json")
+    world = make_world(rank=2, world_size=4, journals=(str(tmp_path / "j.json"),))
+    for peer in (1, 3):
+        header = torch.zeros(3, dtype=torch.int64)
+        dist.recv(header, peer)
+        assert header.tolist() == [64, 1, 256]
+    assert (world.journal.stats.nearest, world.journal.stats.misses) == (2, 0)
+
+
 def test_large_payloads_are_mirrored_not_journalled(make_world: Callable[..., Any], tmp_path: Path) -> None:
     world = make_world(rank=0, world_size=2)
     dist.broadcast(torch.zeros(MAX_TENSOR_BYTES + 1, dtype=torch.uint8), 0)
@@ -217,3 +231,18 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_saving_leaves_no_temporary_file(tmp_path: Path) -> None:
     Journal(make_spec()).save(tmp_path / "journal.json")
     assert [p.name for p in tmp_path.iterdir()] == ["journal.json"]
+
+
+def test_the_slice_is_told_what_was_assumed(make_world: Callable[..., Any], tmp_path: Path) -> None:
+    class Context:
+        def __init__(self) -> None:
+            self.assumptions: list[str] = []
+
+        def assume(self, text: str) -> None:
+            self.assumptions.append(text)
+
+    world = make_world(rank=1, world_size=2)
+    context = world.collectives._context = Context()
+    dist.broadcast(torch.tensor([0]), 0)
+    world.collectives.save(tmp_path / "journal.json")
+    assert context.assumptions == world.collectives.assumptions() != []
