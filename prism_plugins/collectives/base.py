@@ -16,6 +16,7 @@ from prism_plugins.collectives.work import CompletedWork, VirtualWork
 from prism_plugins.program.model import CommSignature, GroupInfo
 
 COMPLETED = CompletedWork()
+_NO_COALESCING = ("gloo", "mpi", "ucc")
 
 
 class RecordingGroup(dist.ProcessGroup):
@@ -141,10 +142,14 @@ class RecordingGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(d) for d in self._device_backends]
 
+    def coalesces(self, device_type: str) -> bool:
+        """Whether a point-to-point batch of tensors of this device type runs as one, as NCCL's does."""
+        return self._device_backends.get(device_type) not in _NO_COALESCING
+
     @property
     def supports_coalescing(self) -> bool:
-        """Whether point-to-point batches run as one: NCCL's do, gloo's do not."""
-        return self._default_backend() != "gloo"
+        """Whether the backend of the accelerator (of the CPU, if there is none) groups calls."""
+        return self._default_backend() not in _NO_COALESCING
 
     supports_splitting = False
     supports_time_estimate = False

@@ -156,9 +156,9 @@ def _wrap_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
         c10d._check_p2p_op_list(p2p_op_list)
         group = p2p_op_list[0].group or c10d._get_default_group()
-        if not isinstance(group, VirtualProcessGroup) or not group.supports_coalescing:
-            return original(p2p_op_list)
         device = p2p_op_list[0].tensor.device
+        if not isinstance(group, VirtualProcessGroup) or not group.coalesces(device.type):
+            return original(p2p_op_list)
         group._start_coalescing(device)
         try:
             for op in p2p_op_list:

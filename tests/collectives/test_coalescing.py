@@ -13,6 +13,12 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 CPU = torch.device("cpu")
 
 
+@pytest.fixture
+def world(make_world: Callable[..., Any]) -> Any:
+    """Rank 1 of 4, on a backend that groups calls and takes CPU tensors."""
+    return make_world(rank=1, world_size=4, backend="ccl")
+
+
 def works(world: Any) -> list[int]:
     return [work for _, work, _ in world.recorder.comms]
 
@@ -35,15 +41,16 @@ def test_batch_isend_irecv_is_one_work(world: Any) -> None:
     assert len(set(works(world))) == 2
 
 
-def test_batch_on_a_gloo_group_is_not_grouped(make_world: Callable[..., Any]) -> None:
-    world = make_world(rank=1, world_size=4, backend="gloo")
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl"])
+def test_a_batch_over_gloo_is_not_grouped(make_world: Callable[..., Any], backend: str) -> None:
+    world = make_world(rank=1, world_size=4, backend=backend)
     requests = dist.batch_isend_irecv(batch())
     assert len(requests) == 2
     assert len(set(works(world))) == 2
 
 
 def test_batch_uses_group_ranks(make_world: Callable[..., Any]) -> None:
-    world = make_world(rank=9, world_size=16)
+    world = make_world(rank=9, world_size=16, backend="ccl")
     group = dist.new_group([8, 9, 10, 11])
     ops = [
         dist.P2POp(dist.isend, torch.ones(1), 10, group=group),
