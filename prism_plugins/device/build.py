@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.util
+import inspect
 import os
 import re
 import shutil
@@ -26,8 +27,8 @@ import msgspec
 from prism_plugins.errors import PrismError
 
 SOURCES = Path(__file__).parent / "csrc"
-FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-DAT_PER_OPERATOR_HEADERS")
-_TYPICAL_CPU_SECONDS = 90
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility-inlines-hidden", "-DAT_PER_OPERATOR_HEADERS")
+_TYPICAL_CPU_SECONDS = 60
 
 
 class TorchBuild(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +77,8 @@ def library_path(torch: TorchBuild) -> Path:
 def cuda_ops(native_functions: Path) -> list[str]:
     """Names (``aten::mm``, with overload) of the operators that have a CUDA kernel in a CUDA build of torch.
 
-    Read from torch's own ``native_functions.yaml``: operators with ``CUDA`` under ``dispatch``, directly or through
-    the out variant they are generated from (``structured_delegate``).
+    Read from torch's own ``native_functions.yaml``: operators with ``CUDA`` under ``dispatch`` (or with a generated
+    ``ufunc_inner_loop``), directly or through the out variant they are made from (``structured_delegate``).
     """
     keys: dict[str, set[str]] = {}
     delegates: dict[str, str] = {}
@@ -88,6 +89,9 @@ def cuda_ops(native_functions: Path) -> list[str]:
             keys[name] = set()
         elif match := re.match(r"  structured_delegate: (\S+)", line):
             delegates[name] = match[1]
+        elif line.startswith("  ufunc_inner_loop:"):
+            keys[name].add("CUDA")  # generated for CPU and CUDA
+            in_dispatch = False
         elif line.startswith("  dispatch:"):
             in_dispatch = True
         elif in_dispatch and line.startswith("    "):
@@ -107,6 +111,7 @@ def _source_hash(torch: TorchBuild) -> str:
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
+    digest.update(inspect.getsource(cuda_ops).encode())
     digest.update(repr((FLAGS, torch.version, torch.cuda, os.uname().machine)).encode())
     return digest.hexdigest()[:16]
 
@@ -194,7 +199,7 @@ def _compile(torch: TorchBuild, path: Path) -> None:
 def _call(command: list[str], what: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or [
+        errors = [line for line in done.stderr.splitlines() if "error:" in line] or [
             done.stderr.strip()[-300:]
         ]
         raise PrismError(

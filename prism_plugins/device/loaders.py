@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from types import ModuleType
@@ -29,6 +30,7 @@ def dataloader_init(context: SliceContext) -> Callable[..., None]:
     original = torch.utils.data.DataLoader.__init__
     signature = inspect.signature(original)
 
+    @functools.wraps(original)
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
         bound = signature.bind(self, *arguments, **options)
         if bound.arguments.get("num_workers") or bound.arguments.get("pin_memory"):

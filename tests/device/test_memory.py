@@ -36,8 +36,8 @@ def byte_tensor(n):
         (MIB + 1, MIB + 512, 20 * MIB),
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB, 10 * MIB, 10 * MIB),
-        (11 * MIB, 11 * MIB, 12 * MIB),
-        (11 * MIB + 1, 11 * MIB + 512, 12 * MIB),
+        (11 * MIB, 12 * MIB, 12 * MIB),
+        (11 * MIB + 1, 12 * MIB, 12 * MIB),
         (100 * MIB + 1, 100 * MIB + 512, 102 * MIB),
     ],
 )
@@ -77,7 +77,7 @@ def test_streams_have_their_own_pools():
         t = byte_tensor(15 * MIB)
         del t
     with torch.cuda.stream(two):
-        t = byte_tensor(15 * MIB)
+        byte_tensor(15 * MIB)
     assert torch.cuda.memory_reserved() - reserved == 32 * MIB
 
 

@@ -33,10 +33,13 @@ bool is_fused_attention(const std::string& name) {
          name.rfind("aten::_scaled_dot_product_cudnn_attention", 0) == 0;
 }
 
-bool compute_attention(const OpPlan& plan, const IValue* args, torch::jit::Stack& results, bool synthesized) {
+bool compute_attention(const OpPlan& plan, const IValue* args, torch::jit::Stack& results) {
+  bool synthesized = false;  // as the inputs that are read here; log-sum-exp and random state are not
   auto tensor = [&](const char* name) {
     const IValue& v = argument(plan, args, name);
-    return v.isTensor() ? cpu_alias(v.toTensor()) : Tensor();
+    if (!v.isTensor() || !v.toTensor().defined()) return Tensor();
+    synthesized = synthesized || is_synthesized(v.toTensor());
+    return cpu_alias(v.toTensor());
   };
   Tensor q = tensor("query"), k = tensor("key"), v = tensor("value"), bias = tensor("attn_bias");
   double dropout = argument(plan, args, "dropout_p").toDouble();
@@ -46,7 +49,8 @@ bool compute_attention(const OpPlan& plan, const IValue* args, torch::jit::Stack
   std::optional<Tensor> mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
   at::AutoDispatchBelowADInplaceOrView guard;
   auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, mask, scale);
-  Tensor grad = tensor("grad_out").defined() ? tensor("grad_out") : tensor("grad_out_");
+  Tensor grad = tensor("grad_out");
+  if (!grad.defined()) grad = tensor("grad_out_");
   if (!grad.defined()) {
     give(results[0], out, synthesized);
     give(results[1], lse, synthesized);

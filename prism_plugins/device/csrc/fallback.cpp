@@ -548,7 +548,7 @@ void run_op(const OpPlan& plan, Stack* stack) {
     entry = cache().insert(std::move(fresh), hash);
   }
   if (real && plan.fused_attention) {
-    if (compute_attention(plan, args, results, inputs.any_synthesized)) counters().computed++;
+    if (compute_attention(plan, args, results)) counters().computed++;
     else counters().no_cpu_kernel.count(plan.name);
   }
   if (entry->launches) {

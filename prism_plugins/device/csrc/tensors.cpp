@@ -71,9 +71,10 @@ Tensor new_contiguous(at::IntArrayRef sizes, at::ScalarType dtype) {
 
 Tensor from_cpu(const Tensor& cpu, bool synthesized) {
   Tensor r = new_tensor(cpu.sizes(), cpu.strides(), cpu.scalar_type());
-  if (r.storage().nbytes() > 0 && !is_shape_only(r)) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    cpu_alias(r).copy_(cpu);
+  size_t nbytes = r.storage().nbytes();
+  if (nbytes > 0 && !is_shape_only(r)) {
+    const void* from = static_cast<const char*>(cpu.storage().data()) + cpu.storage_offset() * cpu.itemsize();
+    std::memcpy(const_cast<void*>(r.storage().data()), from, nbytes);  // same sizes and strides, offset 0
   }
   set_synthesized(r, synthesized);
   return r;
