@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -27,11 +26,11 @@ CORE_SIZES = (
 )
 TRAINING_SIZES = (
     "--use-mcore-models --transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 1003"
-    " --bf16 --train-iters 20 --log-interval 1 --eval-iters 1 --lr 1e-4 --lr-decay-style constant"
+    " --bf16 --train-iters 20 --log-interval 1 --eval-iters 1 --eval-interval 1000 --lr 1e-4 --lr-decay-style constant"
     " --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion"
     " --attention-backend unfused --disable-bias-linear --untie-embeddings-and-output-weights"
     " --position-embedding-type rope --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --swiglu"
-    " --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --log-throughput"
+    " --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --log-throughput --split 99,1,0"
 )
 
 
@@ -94,5 +93,5 @@ def run_slice(
     )
     report = msgspec.json.decode((slice_dir / "report.json").read_bytes(), type=SliceReport)
     program = load_program(slice_dir / "program.npz") if report.status == "ok" else None
-    output = done.stdout + done.stderr + json.dumps(msgspec.to_builtins(report.traceback))
+    output = f"{done.stdout[-2000:]}\n{report.traceback}"
     return SliceResult(report=report, output=output, program=program)

@@ -1,0 +1,83 @@
+"""What a script does around its iterations, emulated."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from megatron.core.transformer import TransformerConfig, torch_norm
+
+from prism_plugins.integrations.megatron import compat, moe
+from prism_plugins.integrations.megatron.session import Session
+from tests.integrations.megatron.test_hooks import FakeContext
+
+
+def make_config(**options) -> TransformerConfig:
+    return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **options)
+
+
+def norm_of(config: TransformerConfig, context: FakeContext):
+    new = compat._torch_norm(Session(context), torch_norm.WrappedTorchNorm.__new__, torch_norm)
+    return new(torch_norm.WrappedTorchNorm, config, 8)
+
+
+def test_torch_norms_are_marked_for_sequence_parallelism():
+    context = FakeContext()
+    norm = norm_of(make_config(tensor_model_parallel_size=2, sequence_parallel=True), context)
+    assert isinstance(norm, torch.nn.LayerNorm)
+    assert all(p.sequence_parallel for p in norm.parameters())
+    assert context.assumptions == [
+        "Apex is not installed: LayerNorm with sequence_parallel is emulated by torch's kernels"
+    ]
+
+
+def test_plain_torch_norms_are_megatrons_own():
+    context = FakeContext()
+    norm = norm_of(make_config(normalization="RMSNorm"), context)
+    assert isinstance(norm, torch.nn.RMSNorm)
+    assert not context.assumptions
+
+
+def test_a_slice_draws_the_samples_it_needs():
+    settings = SimpleNamespace(global_batch_size=1536)
+    module = SimpleNamespace(get_args=lambda: settings)
+    session = Session(FakeContext())
+    capped = compat._num_samples(session, lambda: (768_000_000, 5000, 1000), module)
+    assert capped() == (5 * 1536, 1536, 1000)
+    assert compat._num_samples(session, lambda: (100, None, 0), module)() == (100, None, 0)
+
+
+def test_checkpoints_and_evaluation_are_skipped_and_said():
+    context = FakeContext()
+    session = Session(context)
+
+    def never(*args, **kwargs):
+        raise RuntimeError("the real one ran")
+
+    assert compat._save_checkpoint(session, never, None)(1, None) is None
+    assert compat._load_checkpoint(session, never, None)(None, None, None) == (0, 0)
+    assert compat._evaluate(session, never, None)("prefix") is None
+    assert len(context.assumptions) == 3
+
+
+def test_indices_are_built_in_memory_and_the_configuration_stays():
+    seen = []
+
+    def build(self):
+        seen.append((self.config.mock, self.config.path_to_cache, self.config.defer_npy_index_mmap))
+        return "indices"
+
+    config = SimpleNamespace(mock=False, path_to_cache="/cache", defer_npy_index_mmap=True)
+    dataset = SimpleNamespace(config=config)
+    assert compat._build_indices(None, build, None)(dataset) == "indices"
+    assert seen == [(True, None, False)]
+    assert dataset.config is config
+    assert vars(config) == {"mock": False, "path_to_cache": "/cache", "defer_npy_index_mmap": True}
+
+
+def test_balanced_routing_gives_every_expert_its_share_and_every_token_its_experts():
+    for num_tokens, num_experts, topk in ((16, 8, 2), (6, 4, 2), (7, 8, 3)):
+        routing = moe.balanced_map(num_tokens, num_experts, topk)
+        per_expert = routing.sum(dim=0)
+        assert (routing.sum(dim=1) == topk).all()
+        assert int(per_expert.max() - per_expert.min()) <= 1
