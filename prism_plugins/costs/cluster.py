@@ -63,6 +63,18 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Leaf-to-spine oversubscription: 2.0 halves what a NIC sees across nodes."""
 
 
+class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How fast the training process issues work. Hosts differ widely: jobs of small kernels are bound by it."""
+
+    op_us: float = 10.0
+    """Per launched kernel: Python, dispatcher, autograd, the views around it and cudaLaunchKernel. Eager PyTorch issues
+    about 100,000 kernels per second on current servers; two hosts of ours with H200s needed 80 us in Megatron."""
+    view_us: float = 2.0
+    """Per op that launches nothing."""
+    comm_us: float = 25.0
+    """Per c10d call."""
+
+
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A cluster of equal nodes. Sizes in bytes, rates in bytes/s or FLOP/s, latencies in microseconds."""
 
@@ -70,6 +82,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     gpu: Gpu
     node: Node
     fabric: Fabric = Fabric()
+    host: Host = Host()
 
     @property
     def gpus_per_node(self) -> int:
@@ -155,7 +168,7 @@ def _check_keys(data: dict[str, Any], struct: type[msgspec.Struct], *, where: st
 
 
 def _check_values(cluster: Cluster, *, source: str) -> None:
-    for section in ("gpu", "node", "fabric"):
+    for section in ("gpu", "node", "fabric", "host"):
         struct = getattr(cluster, section)
         for key in struct.__struct_fields__:
             value = getattr(struct, key)

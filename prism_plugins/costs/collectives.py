@@ -2,8 +2,8 @@
 
 A call takes ``latency + bytes / bandwidth``, and NCCL picks the fastest of its algorithms (ring, tree, NVLS) and
 protocols (LL, LL128, Simple). Latencies follow NCCL's tuning table (src/graph/tuning.cc); bandwidths are the data
-sheet's times fractions measured by nccl-tests and by our own runs (``tests/costs/data``; ``scripts`` of the tests print the
-error of every point). Message sizes and bus bandwidths follow the nccl-tests convention
+sheet's times fractions measured by nccl-tests and by our own runs (``tests/costs/data``;
+``python tests/costs/test_collectives.py`` prints the error of every point). Message sizes and bus bandwidths follow the nccl-tests convention
 (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 
 Topology is two levels: NVLink inside a node, rails between nodes. Rank ``r`` sits on node ``r // gpus_per_node``. A group
@@ -25,9 +25,6 @@ import msgspec
 from prism_plugins.costs.base import Price
 from prism_plugins.costs.cluster import Cluster
 from prism_plugins.program.model import DTYPE_BYTES, CommSignature
-
-HOST_NS_PER_COMM = 25_000.0
-"""Host time of a c10d call: Python, work object, event bookkeeping and the launch."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +85,8 @@ P2P_LATENCY_US = 10.0
 P2P_RAMP_US = 13.0
 ALL_TO_ALL_EFFICIENCY = 0.75
 """2, 4, 8 GPUs: 0.73, 0.78, 0.75 of the NVLink rate."""
-ALL_TO_ALL_RAMP_US = 45.0
+ALL_TO_ALL_RAMP_US = 70.0
+ALL_TO_ALL_RAMP_BYTES = 100e6
 NIC_EFFICIENCY = 0.92
 """NDR 400: 46-48 of 50 GB/s per NIC (NVIDIA/nccl-tests#290)."""
 ALL_TO_ALL_NIC_EFFICIENCY = 0.78
@@ -135,14 +133,14 @@ class CollectiveModel:
                 duration_ns=seconds * 1e9,
                 rule=f"alpha-beta/unknown {kind}",
                 provenance="unpriced",
-                host_ns=HOST_NS_PER_COMM,
+                host_ns=self.cluster.host.comm_us * 1e3,
                 bytes=nbytes,
             )
         return Price(
             duration_ns=seconds * 1e9,
             rule=f"alpha-beta/{rule}",
             provenance="modelled",
-            host_ns=HOST_NS_PER_COMM,
+            host_ns=self.cluster.host.comm_us * 1e3,
             bytes=nbytes * bus_factor(kind, place.size),
         )
 
@@ -214,7 +212,9 @@ class CollectiveModel:
             nbytes = float(max(sum(comm.send_splits), sum(comm.recv_splits)) * width)
         inside = nbytes * (min(place.size, place.per_node) - 1) / place.size
         across = nbytes * (place.size - place.per_node) / place.size if place.num_nodes > 1 else 0.0
-        latency_us = P2P_LATENCY_US + 0.5 * (place.size - 1) + _ramp(ALL_TO_ALL_RAMP_US, nbytes)
+        latency_us = (
+            P2P_LATENCY_US + 0.5 * (place.size - 1) + _ramp(ALL_TO_ALL_RAMP_US, nbytes, ALL_TO_ALL_RAMP_BYTES)
+        )
         if place.num_nodes > 1:
             latency_us += self.cluster.node.nic_latency_us * PROTOCOLS[-1].nic_hops
         return latency_us * 1e-6 + max(
@@ -231,5 +231,6 @@ def bus_factor(kind: str, size: int) -> float:
     return 1.0
 
 
-def _ramp(limit_us: float, nbytes: float) -> float:
-    return limit_us * (1 - math.exp(-nbytes / RAMP_BYTES))
+def _ramp(limit_us: float, nbytes: float, scale_bytes: float = RAMP_BYTES) -> float:
+    """Extra time of messages too short for all channels to stream, microseconds; grows to a limit."""
+    return limit_us * (1 - math.exp(-nbytes / scale_bytes))

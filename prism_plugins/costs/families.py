@@ -105,7 +105,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "reduction": _words("""
         sum nansum mean prod max min amax amin aminmax _aminmax argmax argmin all any norm linalg_vector_norm
         linalg_norm linalg_matrix_norm var std var_mean std_mean logsumexp count_nonzero median nanmedian mode
-        nanmean dist equal is_nonzero _is_all_true _is_any_true trace renorm _weight_norm cosine_similarity
+        nanmean dist equal _is_all_true _is_any_true trace renorm _weight_norm cosine_similarity
         pairwise_distance allclose
     """),
     "scan": _words("cumsum cumprod cummax cummin logcumsumexp _cummax_helper _cummin_helper cumulative_trapezoid diff"),

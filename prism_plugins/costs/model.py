@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prism_plugins.costs.base import CostModel, Price
 from prism_plugins.costs.cluster import Cluster
-from prism_plugins.costs.collectives import HOST_NS_PER_COMM, CollectiveModel
-from prism_plugins.costs.roofline import HOST_NS_PER_FREE_OP, HOST_NS_PER_OP, Roofline
+from prism_plugins.costs.collectives import CollectiveModel
+from prism_plugins.costs.roofline import Roofline
 from prism_plugins.program.model import CommSignature, OpSignature
 
 
@@ -60,7 +60,7 @@ class ModelledCosts:
             f"collectives are priced by latency and bandwidth on {c.gpus_per_node} GPUs a node, NVLink "
             f"{c.node.nvlink_bytes_per_s / 1e9:.0f} GB/s, {c.node.num_nics} NICs of {c.node.nic_bytes_per_s / 1e9:.0f} "
             f"GB/s, oversubscription {c.fabric.oversubscription:g}; rank r runs on node r // {c.gpus_per_node}",
-            f"the host takes {HOST_NS_PER_OP / 1e3:g} us per launched op, {HOST_NS_PER_FREE_OP / 1e3:g} us per view, "
-            f"{HOST_NS_PER_COMM / 1e3:g} us per collective",
+            f"the host takes {c.host.op_us:g} us per launched op, {c.host.view_us:g} us per view, "
+            f"{c.host.comm_us:g} us per collective",
             "float32 GEMMs run without TF32; GPUs are equal and keep one clock",
         )

@@ -19,18 +19,13 @@ from prism_plugins.costs.families import family_of
 from prism_plugins.costs.rules import RULES, bytes_bound
 from prism_plugins.program.model import OpSignature
 
-HOST_NS_PER_OP = 10_000.0
-"""Host time of an op that launches a kernel: Python, dispatcher, autograd and cudaLaunchKernel, and the views around
-it. Eager PyTorch issues about 100,000 kernels per second on current servers."""
-HOST_NS_PER_FREE_OP = 2_000.0
-"""Host time of an op that launches nothing (a view)."""
-
 
 class Roofline:
     """Prices ops on one GPU. Stateless; caching is the cost model's."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.gpu = cluster.gpu
+        self.host = cluster.host
         self.pcie_bytes_per_s = cluster.node.pcie_bytes_per_s
         self.eff: Efficiency = efficiency_of(cluster.gpu.capability)
 
@@ -38,7 +33,7 @@ class Roofline:
         """Price one occurrence. Unknown ops get a memory-bound estimate and provenance ``unpriced``."""
         family = "fused" if signature.op == "prism::fused" else family_of(signature.op)
         if family == "free":
-            return Price(duration_ns=0.0, rule="free", provenance="free", host_ns=HOST_NS_PER_FREE_OP)
+            return Price(duration_ns=0.0, rule="free", provenance="free", host_ns=self.host.view_us * 1e3)
         if family is None:
             work, provenance = bytes_bound(self, signature, self.eff.elementwise), "unpriced"
         else:
@@ -48,7 +43,7 @@ class Roofline:
             duration_ns=duration_s * 1e9,
             rule=f"roofline/{family or 'unknown'}",
             provenance=provenance,
-            host_ns=HOST_NS_PER_OP,
+            host_ns=self.host.op_us * 1e3,
             flops=work.flops,
             bytes=work.bytes,
         )
