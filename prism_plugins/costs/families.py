@@ -17,7 +17,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     # Launches no kernel: aliases, metadata, allocation.
     "free": _words("""
         view _unsafe_view view_as reshape _reshape_alias t transpose permute expand expand_as select slice
-        split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unsafe_chunk narrow squeeze unsqueeze detach
+        split split_with_sizes broadcast_to broadcast_tensors ravel adjoint unsafe_split unsafe_split_with_sizes chunk unsafe_chunk narrow squeeze unsqueeze detach
         alias as_strided unbind unfold diagonal swapaxes swapdims movedim moveaxis T mT H mH real imag view_as_real
         view_as_complex empty empty_like empty_strided empty_permuted new_empty new_empty_strided set resize resize_as
         lift lift_fresh requires_grad _version is_same_size record_stream
@@ -59,6 +59,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         _scaled_dot_product_fused_attention_overrideable_backward fused_attn_bwd
     """),
     "softmax_forward": _words("""
+        special_softmax special_log_softmax
         _softmax softmax _log_softmax log_softmax _safe_softmax _masked_softmax _masked_softmax_ scaled_masked_softmax_forward
         scaled_upper_triang_masked_softmax_forward scaled_softmax_forward
     """),
@@ -84,7 +85,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         reflection_pad2d replication_pad1d replication_pad2d tril triu block_diag im2col col2im
         slice_backward select_backward diagonal_backward unfold_backward as_strided_backward
         value_selecting_reduction_backward trace_backward float half bfloat16 double int long bool type_as
-        pixel_shuffle pixel_unshuffle channel_shuffle repeat_backward cast masked_select_backward
+        pixel_shuffle pixel_unshuffle channel_shuffle reflection_pad2d_backward replication_pad2d_backward diag diag_embed kron masked_scatter_backward repeat_backward cast masked_select_backward
         replication_pad1d_backward reflection_pad1d_backward constant_pad_nd_backward
     """),
     "cat": _words("cat concat concatenate stack hstack vstack dstack column_stack _cat"),
@@ -106,7 +107,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         sum nansum mean prod max min amax amin aminmax _aminmax argmax argmin all any norm linalg_vector_norm
         linalg_norm linalg_matrix_norm var std var_mean std_mean logsumexp count_nonzero median nanmedian mode
         nanmean dist equal _is_all_true _is_any_true trace renorm _weight_norm cosine_similarity
-        pairwise_distance allclose
+        linalg__powsum nuclear_norm frobenius_norm norm_except_dim quantile nanquantile cov corrcoef
+        special_logsumexp hash_tensor pairwise_distance allclose
     """),
     "scan": _words("cumsum cumprod cummax cummin logcumsumexp _cummax_helper _cummin_helper cumulative_trapezoid diff"),
     "gather": _words("""
@@ -167,9 +169,17 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         mse_loss mse_loss_backward l1_loss smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
         binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits soft_margin_loss kl_div
         soft_margin_loss_backward fake_quantize_per_tensor_affine_cachemask quantize_per_tensor dequantize fused_moving_avg_obs_fake_quant
+        rrelu rrelu_with_noise_backward cross linalg_cross modf linalg_vecdot glu_jvp glu_backward_jvp mathremainder
         rotary_forward rotary_backward fused_rope_forward fused_rope_backward bias_gelu swiglu swiglu_backward
         max_pool2d_with_indices avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d max_pool2d_with_indices_backward
-        avg_pool2d_backward _adaptive_avg_pool2d_backward special_airy_ai special_bessel_y0 special_bessel_y1
+        avg_pool2d_backward _adaptive_avg_pool2d_backward avg_pool1d avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d
+        _adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool2d_backward max_pool1d max_pool2d max_pool3d
+        max_pool3d_with_indices max_pool3d_with_indices_backward upsample_nearest1d upsample_nearest1d_backward
+        upsample_nearest2d_backward upsample_nearest3d upsample_nearest3d_backward upsample_linear1d
+        upsample_bilinear2d_backward upsample_bicubic2d upsample_bicubic2d_backward upsample_trilinear3d
+        upsample_trilinear3d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
+        _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward _upsample_nearest_exact2d
+        _upsample_nearest_exact2d_backward special_airy_ai special_bessel_y0 special_bessel_y1
         special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
         special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he
         special_laguerre_polynomial_l special_legendre_polynomial_p special_modified_bessel_i0
