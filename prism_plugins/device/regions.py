@@ -121,13 +121,19 @@ class _Regions:
             except _compile_errors() as error:
                 self._context.assume(
                     f"compiled region {_name(function)} could not be traced and runs op by op "
-                    f"({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+                    f"({summary(error)})"
                 )
                 failed = True
                 return function(*args, **kwargs)
 
         region._torchdynamo_inline = function
         return region
+
+
+def summary(error: BaseException) -> str:
+    """Type and first line of an error, for a list of assumptions."""
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line[:120]}"
 
 
 def _compile_errors() -> tuple[type[BaseException], ...]:

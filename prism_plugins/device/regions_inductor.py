@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from prism_plugins.capture.recorder import get_recorder
+from prism_plugins.device.regions import summary
 from prism_plugins.device.tensors import host_view, is_synthesized, is_virtual, mark_real, mark_synthesized
 from prism_plugins.integration import SliceContext
 
@@ -51,6 +52,7 @@ class FusedKernel:
 def install_inductor(context: SliceContext) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
     """Patch inductor so that it plans for the virtual device without Triton, and return the backend to give to
     ``torch.compile``. Imports Dynamo and inductor (about 2 s), therefore called at the first compiled call."""
+    import torch._dynamo.guards as guards
     import torch._inductor.async_compile as async_compile
     import torch._inductor.compile_fx as compile_fx
     import torch._inductor.scheduler as scheduler
@@ -63,6 +65,9 @@ def install_inductor(context: SliceContext) -> Callable[[fx.GraphModule, Sequenc
     no_triton = "a slice plans kernels for a GPU without having Triton"
     context.patch(scheduler, "has_triton", lambda *_: True, why=no_triton)
     context.patch(triton_utils, "triton_hash_with_backend", lambda: "virtual", why=no_triton)
+    context.patch(
+        guards, "profile_guard_manager", lambda *_: 0.0, why="a latency nobody reads, 10 ms a graph"
+    )
     context.patch(
         async_compile.AsyncCompile, "triton", _load_kernel, why="kernels are recorded, not compiled"
     )
@@ -107,7 +112,7 @@ def install_inductor(context: SliceContext) -> Callable[[fx.GraphModule, Sequenc
         except Exception as error:
             context.assume(
                 f"a compiled graph of {len(fallback.graph.nodes)} nodes could not be planned and ran op by op "
-                f"({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+                f"({summary(error)})"
             )
             return _eager_graph(fallback)
 
@@ -211,10 +216,7 @@ def _size_hint(size: Any) -> int:
     """A size as a number; symbolic ones by the example they were traced with."""
     from torch._inductor.virtualized import V
 
-    sizevars = V.graph.sizevars
-    if hasattr(sizevars, "optimization_hint"):
-        return int(sizevars.optimization_hint(size, fallback=0))
-    return int(sizevars.size_hint(size, fallback=0))
+    return int(V.graph.sizevars.optimization_hint(size, fallback=0))
 
 
 def _compile_to_module(graph: Any) -> types.SimpleNamespace:
