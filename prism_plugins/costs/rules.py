@@ -244,7 +244,10 @@ def _softmax_forward(r: Roofline, s: OpSignature) -> Work:
 
 
 def _softmax_backward(r: Roofline, s: OpSignature) -> Work:
-    return bytes_bound(r, s, r.eff.elementwise)
+    """softmax's backward first multiplies gradient and output into a temporary (aten/native/cuda/SoftMax.cu,
+    ``softmax_backward_cuda_out``), with a kernel as long as its own; log_softmax's does not."""
+    passes = 1 if "log_softmax" in s.op or not s.op.startswith("aten::") else 2
+    return bytes_bound(r, s, r.eff.elementwise, nbytes=passes * traffic(s), kernels=passes)
 
 
 def _norm_forward(r: Roofline, s: OpSignature) -> Work:

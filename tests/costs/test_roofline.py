@@ -70,7 +70,13 @@ def measured_signature(name: str, shapes: list) -> OpSignature | None:
 
 def rows() -> list[tuple[OpSignature, int, float]]:
     out = []
+    inside = {"aten::mul": [4, 32, 2048, 2048]}  # the profiler shows softmax backward's product as an op of its own
+    product_us = sum(us for name, shapes, _, us in DATA["ops"] if shapes[:1] == [inside.get(name)])
     for name, shapes, calls, total_us in DATA["ops"]:
+        if shapes[:1] == [inside.get(name)]:
+            continue
+        if name == "aten::_softmax_backward_data":
+            total_us += product_us
         signature = (
             measured_signature(name, shapes) if name.startswith("aten::") and total_us > 2000 else None
         )
