@@ -108,6 +108,11 @@ class Slice:
             )
         )
 
+    def save_journal(self) -> None:
+        """Let slices that need this one's control payloads start while it goes on."""
+        if self.journal is not None:
+            self.journal.journal.save(self.dir.journal)
+
     def _prepare(self) -> Context:
         spec = self.spec
         from prism_plugins.device.load import install_torch_cuda, load_device
@@ -117,7 +122,9 @@ class Slice:
 
         from prism_plugins.capture.recorder import get_recorder
 
-        context = self.context = Context(spec, get_recorder(), on_end=self.save)
+        context = self.context = Context(
+            spec, get_recorder(), on_iteration=self.save_journal, on_end=self.save
+        )
         install_torch_cuda(context)
         from prism_plugins.collectives.install import install_collectives
 

@@ -38,7 +38,15 @@ class Patch(NamedTuple):
 class Context:
     """See the module docstring. One per slice; called from the script's main thread."""
 
-    def __init__(self, spec: SliceSpec, recorder: Any, *, on_end: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        spec: SliceSpec,
+        recorder: Any,
+        *,
+        on_iteration: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_iteration`` is called after each recorded iteration, ``on_end`` when enough was seen."""
         self.spec = spec
         self.recorder = recorder
         self.facts: JobFacts | None = None
@@ -55,6 +63,7 @@ class Context:
         self._began: float | None = None
         self._hooks = ImportHooks()
         self._hooks.install()
+        self._on_iteration = on_iteration
         self._on_end = on_end
 
     # --- what integrations call ---
@@ -122,6 +131,7 @@ class Context:
         digest = iteration_hash(self.iteration.events)
         self.steady = bool(self.hashes) and self.hashes[-1] == digest
         self.hashes.append(digest)
+        self._on_iteration()
 
     def tag(self, tensor: Any, category: MemoryCategory) -> None:
         """Say what the storage behind a tensor is for."""
@@ -155,8 +165,7 @@ class Context:
 
     def _end(self) -> None:
         # What the slice found is saved before the stack unwinds: a script's finally blocks cannot lose it.
-        if self._on_end is not None:
-            self._on_end()
+        self._on_end()
         if threading.current_thread() is not threading.main_thread():
             os._exit(0)
         raise EndOfSlice

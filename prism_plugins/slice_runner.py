@@ -61,6 +61,7 @@ class SliceRunner:
         self._progress = progress
         self._waiting: dict[int, tuple[int, ...]] = {}
         self._running: set[int] = set()
+        self._to_keep: list[SliceSpec] = []
         self._streamed = {0, job.options.world_size - 1}
 
     @property
@@ -144,14 +145,15 @@ class SliceRunner:
 
     def _start_ready(self) -> None:
         for rank, depends_on in list(self._waiting.items()):
-            if not all(needed in self.reports for needed in depends_on):
+            if not all(self._serves(needed) for needed in depends_on):
                 continue
             executor = next((e for e in self._executors if e.free() > 0), None)
             if executor is None:
                 return
             del self._waiting[rank]
             spec = self.spec(rank, depends_on)
-            kept = self._cache.fetch(spec) if self._cache is not None else None
+            final = all(needed in self.reports for needed in depends_on)
+            kept = self._cache.fetch(spec) if self._cache is not None and final else None
             if kept is not None:
                 self._replay_log(spec)
                 self._finished(rank, kept)
@@ -164,9 +166,24 @@ class SliceRunner:
         self._running.discard(spec.rank)
         if report.status != "ok":
             raise failure(report, self._rundir)
-        if self._cache is not None:
-            self._cache.keep(spec)
+        self._to_keep.append(spec)
         self._finished(spec.rank, report)
+        self._keep_finished()
+
+    def _serves(self, rank: int) -> bool:
+        """Whether a slice's journal can be read: it ended, or it did its first iteration and stays ahead of who
+        starts now."""
+        return rank in self.reports or (rank in self._running and self._rundir.slice(rank).journal.exists())
+
+    def _keep_finished(self) -> None:
+        """Put slices into the cache whose journals are final: their contents are part of the key."""
+        if self._cache is None:
+            return
+        unfinished = {str(self._rundir.slice(rank).journal) for rank in self._running}
+        for spec in list(self._to_keep):
+            if not unfinished & set(spec.journals):
+                self._to_keep.remove(spec)
+                self._cache.keep(spec)
 
     def _finished(self, rank: int, report: SliceReport) -> None:
         self.reports[rank] = report

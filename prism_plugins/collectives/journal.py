@@ -127,11 +127,12 @@ class Journal:
             like: prefix of other channels that may answer if this one is not known: a header from stage 2 to 1
                 looks like the one from stage 0 to 1.
         """
-        for earlier in self._earlier:
-            payload = earlier.exact(channel, sequence, slot)
-            if payload is not None and (num_bytes is None or len(payload) == num_bytes):
-                self.stats.hits += 1
-                return payload
+        payload = self._exact(channel, sequence, slot, num_bytes)
+        if payload is None and any([earlier.refresh() for earlier in self._earlier]):
+            payload = self._exact(channel, sequence, slot, num_bytes)
+        if payload is not None:
+            self.stats.hits += 1
+            return payload
         if num_bytes is not None:
             for earlier in self._earlier:
                 payload = earlier.nearest(channel, sequence, slot, num_bytes)
@@ -141,6 +142,13 @@ class Journal:
                     self.stats.nearest += 1
                     return payload
         self.stats.misses += 1
+        return None
+
+    def _exact(self, channel: str, sequence: int, slot: int, num_bytes: int | None) -> bytes | None:
+        for earlier in self._earlier:
+            payload = earlier.exact(channel, sequence, slot)
+            if payload is not None and (num_bytes is None or len(payload) == num_bytes):
+                return payload
         return None
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -158,7 +166,7 @@ def channel(kind: str, *, shape: str, ordinal: int, root: int, peer: int = -1, t
     """Name a stream of payloads without naming ranks.
 
     Args:
-        kind: ``broadcast``, ``scatter``, ``broadcast_object``, …
+        kind: ``broadcast.torch.int64``, ``scatter.torch.float32``, ``broadcast_object``, …
         shape: :func:`group_shape` of the group.
         ordinal: of the group among this rank's groups of that shape.
         root: group rank that sends.
@@ -169,10 +177,26 @@ def channel(kind: str, *, shape: str, ordinal: int, root: int, peer: int = -1, t
 
 
 class _Earlier:
-    """The journal of a slice that ran before."""
+    """The journal of a slice that ran before, or that is some iterations ahead and saves it after each."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
+        self._read()
+
+    def refresh(self) -> bool:
+        """Read the file again if it was replaced; whether it was."""
         try:
+            changed = os.stat(self._path).st_mtime_ns != self._mtime_ns
+        except OSError:
+            return False
+        if changed:
+            self._read()
+        return changed
+
+    def _read(self) -> None:
+        path = self._path
+        try:
+            self._mtime_ns = os.stat(path).st_mtime_ns
             raw = Path(path).read_bytes()
         except OSError as error:
             raise FileFormatError(f"journal {path} cannot be read: {error.strerror}") from error

@@ -246,3 +246,17 @@ def test_the_slice_is_told_what_was_assumed(make_world: Callable[..., Any], tmp_
     dist.broadcast(torch.tensor([0]), 0)
     world.collectives.save(tmp_path / "journal.json")
     assert context.assumptions == world.collectives.assumptions() != []
+
+
+def test_a_journal_that_grows_is_read_again(tmp_path):
+    source = Journal(make_spec(0, 8))
+    source.record("c", sequence=1, slot=0, payload=b"abcd")
+    path = tmp_path / "journal.json"
+    source.save(path)
+    reader = Journal(make_spec(1, 8, journals=(str(path),)))
+    assert reader.look_up("c", sequence=1, slot=0) == b"abcd"
+    assert reader.look_up("c", sequence=2, slot=0) is None
+    source.record("c", sequence=2, slot=0, payload=b"efgh")
+    source.save(path)
+    assert reader.look_up("c", sequence=2, slot=0, num_bytes=4) == b"efgh"
+    assert (reader.stats.hits, reader.stats.nearest, reader.stats.misses) == (2, 0, 1)
