@@ -19,9 +19,26 @@ from typing import NamedTuple
 import numpy as np
 
 from prism_plugins.errors import CannotDeriveError
+from prism_plugins.program.late import (
+    Context,
+    Found,
+    LateOnTarget,
+    LateReleases,
+    Numbers,
+    Unit,
+    context_of,
+    likeness_of,
+)
 from prism_plugins.program.model import EVENT_DTYPE, EventKind, Phase, Program
 from prism_plugins.program.schedule import describe, missing_for
-from prism_plugins.program.segments import Segments, Timetable, TokenKind, UnitClass, makes_token, token_key
+from prism_plugins.program.segments import (
+    Segments,
+    Timetable,
+    TokenKind,
+    UnitClass,
+    makes_token,
+    token_key,
+)
 from prism_plugins.program.tokens import Role, TokenKey, TokenNames, Way, name_unit, way_back, way_to
 
 
@@ -74,7 +91,7 @@ class _Template:
         self.makes: dict[TokenKey, list[int]] = {}
         self.local: dict[TokenKey, list[int]] = {}
         self.needs: list[_Need] = []
-        shape = []
+        shape: list[tuple] = []
         for row, event in enumerate(self.events.tolist()):
             key = token_key(event)
             what: object = -1
@@ -92,6 +109,30 @@ class _Template:
         self.shape = tuple(shape)
         """Equal for units that do the same."""
 
+    def complete(self, lacking: list[_Need], others: list[_Template]) -> bool:
+        """Add the releases that this unit lacks because something holds their tokens longer, at the places where
+        another unit of the class has them. False when no other unit is like this one but for them."""
+        releases = {_abstract((EventKind.FREE, 0, 0, 0, 0), (n.role, n.way)): n for n in lacking}
+        for other in others:
+            rows = [row for row, entry in enumerate(other.shape) if entry in releases]
+            rest = tuple(entry for entry in other.shape if entry not in releases)
+            if len(rows) == len(lacking) and rest == self.shape:
+                break
+        else:
+            return False
+        events = np.zeros(len(other.shape), dtype=self.events.dtype)
+        old = np.setdiff1d(np.arange(len(events)), rows)
+        events[old] = self.events
+        self.needs = [n._replace(row=int(old[n.row])) for n in self.needs]
+        for held in (self.makes, self.local):
+            held.update({key: [int(old[row]) for row in at] for key, at in held.items()})
+        for row in rows:
+            need = releases[other.shape[row]]
+            events["kind"][row], events["ref"][row] = EventKind.FREE, need.token[1]
+            self.needs.append(need._replace(row=row))
+        self.events, self.shape = events, other.shape
+        return True
+
 
 class CapturedStage:
     """A captured program prepared for derivations; make one per slice and derive many stages from it."""
@@ -106,19 +147,34 @@ class CapturedStage:
             for i, phase in enumerate(timetable.phases)
             if not segments.is_loose(2 * i + 1)
         }
-        self._templates: dict[UnitClass, dict[_Context, list[_Template]]] = {}
-        self._exceptions: dict[tuple[UnitClass, _Context], list[_Template]] = {}
-        self._choices: dict[tuple[UnitClass, _Context], _Choice] = {}
-        exceptions = set(names.units_without_release())
+        self._templates: dict[UnitClass, dict[Context, list[_Template]]] = {}
+        self._choices: dict[tuple[UnitClass, Context], _Choice] = {}
+        self._late = LateReleases(segments, names)
+        incomplete: dict[int, _Template] = {}
         for unit in range(timetable.num_units):
             if segments.is_loose(unit):
-                unit_class, context = timetable.unit_class(unit), _context(unit, timetable)
-                of_class = self._templates.setdefault(unit_class, {})
-                if unit in exceptions:
-                    templates = self._exceptions.setdefault((unit_class, context), [])
+                template = _Template(unit, segments, names)
+                if unit in self._late.exceptions:
+                    incomplete[unit] = template
                 else:
-                    templates = of_class.setdefault(context, [])
-                templates.append(_Template(unit, segments, names))
+                    self._add_template(unit, template)
+        self._exceptions: dict[tuple, tuple[int, Context, _Template]] = {}
+        for unit, template in incomplete.items():
+            lacking = [self._usual_need(unit, key) for key in self._late.exceptions[unit]]
+            known = self._templates.get(timetable.unit_class(unit), {})
+            if template.complete(lacking, [t for templates in known.values() for t in templates]):
+                self._add_template(unit, template)
+            else:
+                self._exceptions[template.identity] = (unit, context_of(unit, timetable), template)
+
+    def _add_template(self, unit: int, template: _Template) -> None:
+        timetable = self._segments.timetable
+        of_class = self._templates.setdefault(timetable.unit_class(unit), {})
+        of_class.setdefault(context_of(unit, timetable), []).append(template)
+
+    def _usual_need(self, unit: int, key: TokenKey) -> _Need:
+        way = way_to(unit, self._names.micro_batch(key), self._segments.timetable)
+        return _Need(-1, key, self._names.role(key), way)
 
     def derive(self, schedule: Sequence[Phase]) -> Program:
         """The program of a stage with another schedule. Groups, peers and rank stay those of the captured program:
@@ -129,10 +185,12 @@ class CapturedStage:
         program = self._segments.program
         phases = _replace_schedule(self._segments.timetable.phases, self._schedule, schedule)
         timetable = Timetable(phases)
-        fresh = _fresh_ids(program.events)
-        units = [self._unit(unit, timetable, fresh) for unit in range(timetable.num_units)]
+        numbers = Numbers(program.events, self._names)
+        late = self._late.on(timetable, numbers)
+        units = [self._unit(unit, timetable, numbers, late) for unit in range(timetable.num_units)]
+        late.keep(units)
         # As plain bytes: promoting the fields of a structured type costs more than the copying.
-        pieces = [np.ascontiguousarray(piece).view("V16") for piece in self._without_surplus(units)]
+        pieces = [np.ascontiguousarray(piece).view("V16") for piece in _without_surplus(units)]
         events = np.concatenate(pieces).view(EVENT_DTYPE)
         _check_same_work(program.events, events)
         table = list(dict.fromkeys([*program.phases, *phases]))
@@ -150,75 +208,64 @@ class CapturedStage:
             source="derived",
         )
 
-    def _unit(
-        self, unit: int, timetable: Timetable, fresh: dict[TokenKind, int]
-    ) -> tuple[np.ndarray, list[tuple[int, TokenKey]]]:
-        """Events of a unit, and the rows of tokens that were found by walking back."""
+    def _unit(self, unit: int, timetable: Timetable, numbers: Numbers, late: LateOnTarget) -> Unit:
         if unit % 2 and timetable.phases[unit // 2] in self._fixed:
-            return self._fixed[timetable.phases[unit // 2]], []
-        template = self._template(unit, timetable)
+            return Unit(self._fixed[timetable.phases[unit // 2]], [])
+        template = self._template(unit, timetable, late)
         events = template.events.copy()
         for key, rows in template.local.items():
-            _set_token(events, rows, key[0], fresh[key[0]])
-            fresh[key[0]] += 1
+            _set_token(events, rows, key[0], numbers.new(key[0]))
         for key, rows in template.makes.items():
             owner = self._names.owner(key)
             if owner is not None:
                 micro_batch = owner.micro_batch(unit, timetable)
                 if micro_batch is None:
                     raise CannotDeriveError(f"{name_unit(timetable.unit_class(unit))} lacks {owner.name}")
-                key = self._names.token(self._names.role(key), micro_batch)
+                key = numbers.token(self._names.role(key), micro_batch)
             _set_token(events, rows, key[0], key[1])
-        found: list[tuple[int, TokenKey]] = []
+        found: list[Found] = []
         same_unit = template.identity == timetable.unit_identity(unit)
         for need in template.needs:
             key = need.token
-            if need.way is not None and not same_unit:
+            micro_batch = self._names.micro_batch(key)
+            if need.way is not None and same_unit:
+                key = late.outliving.get(key, key) if unit > late.end else key
+            elif need.way is not None:
                 micro_batch = way_back(need.way, unit, timetable)
                 if micro_batch is None:
                     raise CannotDeriveError(
                         f"{name_unit(timetable.unit_class(unit))} needs something that is not made on the way there"
                     )
-                key = self._names.token(need.role, micro_batch)
-                found.append((need.row, key))
+                key = numbers.token(need.role, micro_batch)
+            if need.way is not None and unit <= late.end:
+                found.append(Found(need.row, key, need.role, micro_batch))
             _set_token(events, [need.row], key[0], key[1])
-        return events, found
+        return Unit(events, found)
 
-    def _without_surplus(
-        self, units: list[tuple[np.ndarray, list[tuple[int, TokenKey]]]]
-    ) -> list[np.ndarray]:
-        """Drop releases found by walking back of tokens that are released in a unit the stages share.
-
-        A variable that outlives its step (the last output, until the scheduler returns) makes an exception to
-        where such tokens are released otherwise.
-        """
-        released = np.concatenate([events["ref"][events["kind"] == EventKind.FREE] for events, _ in units])
-        ids, counts = np.unique(released, return_counts=True)
-        repeated = {(TokenKind.ALLOCATION, id) for id in ids[counts > 1].tolist()}
-        kept = []
-        for events, found in units:
-            surplus = [row for row, key in found if key in repeated]
-            kept.append(np.delete(events, surplus) if surplus else events)
-        return kept
-
-    def _template(self, unit: int, timetable: Timetable) -> _Template:
+    def _template(self, unit: int, timetable: Timetable, late: LateOnTarget) -> _Template:
         """The captured unit to copy: the very same one in the same surroundings, else that whose surroundings are
         most alike, as far back as possible, then as far ahead."""
-        unit_class, context = timetable.unit_class(unit), _context(unit, timetable)
+        unit_class, context = timetable.unit_class(unit), context_of(unit, timetable)
+        identity = timetable.unit_identity(unit)
+        exception = self._exceptions.get(identity)
+        if exception is not None:
+            captured, its_context, template = exception
+            only = unit_class not in self._templates
+            if (its_context == context or only) and late.is_same(captured):
+                return template
         choice = self._choices.get((unit_class, context))
         if choice is None:
             choice = self._choices[unit_class, context] = self._choose(unit_class, context)
-        return choice.template(timetable.unit_identity(unit))
+        return choice.template(identity)
 
-    def _choose(self, unit_class: UnitClass, context: _Context) -> _Choice:
+    def _choose(self, unit_class: UnitClass, context: Context) -> _Choice:
         known = self._templates.get(unit_class)
         if not known:
             raise CannotDeriveError(f"the captured stage has nothing like {name_unit(unit_class)}")
-        same = [*known.get(context, ()), *self._exceptions.get((unit_class, context), ())]
-        likeness = {other: _likeness(context, other) for other in known}
+        likeness = {other: likeness_of(context, other) for other in known}
         best = max(likeness.values())
         alike = [t for other, templates in known.items() if likeness[other] == best for t in templates]
-        return _Choice(same, alike, name_unit(unit_class))
+        return _Choice(known.get(context, []), alike, name_unit(unit_class))
 
 
 class _Choice:
@@ -240,31 +287,6 @@ class _Choice:
         return self._alike
 
 
-_Context = tuple[tuple[int, ...], tuple[int, ...]]
-"""Codes of the classes of the phases before a unit (nearest first) and after it."""
-_CONTEXT_PHASES = 12
-
-
-def _context(unit: int, timetable: Timetable) -> _Context:
-    before, after = unit // 2, (unit + 1) // 2
-    codes = timetable.codes
-    return (
-        tuple(reversed(codes[max(0, before - _CONTEXT_PHASES) : before])),
-        tuple(codes[after : after + _CONTEXT_PHASES]),
-    )
-
-
-def _likeness(a: _Context, b: _Context) -> tuple[int, ...]:
-    """How many phases before and after agree, counted outward until the first that does not."""
-    return tuple(
-        next(
-            (n for n, (x, y) in enumerate(zip(mine, other, strict=False)) if x != y),
-            min(len(mine), len(other)),
-        )
-        for mine, other in zip(a, b, strict=True)
-    )
-
-
 def _abstract(event: tuple[int, int, int, int, int], what: object) -> tuple:
     """An event without the numbers that differ from one occurrence to the next."""
     kind, flags, stream, ref, value = event
@@ -275,24 +297,22 @@ def _abstract(event: tuple[int, int, int, int, int], what: object) -> tuple:
     return event if what == -1 else (kind, flags, stream, what, value)
 
 
+def _without_surplus(units: list[Unit]) -> list[np.ndarray]:
+    """Drop releases found by walking back of tokens that are released later: something holds them longer."""
+    released = np.concatenate([u.events["ref"][u.events["kind"] == EventKind.FREE] for u in units])
+    ids, counts = np.unique(released, return_counts=True)
+    repeated = {(TokenKind.ALLOCATION, id) for id in ids[counts > 1].tolist()}
+    kept = []
+    for unit in units:
+        surplus = [found.row for found in unit.found if found.key in repeated]
+        kept.append(np.delete(unit.events, surplus) if surplus else unit.events)
+    return kept
+
+
 def _set_token(events: np.ndarray, rows: list[int], kind: TokenKind, id: int) -> None:
     for row in rows:
         column = "value" if events["kind"][row] == EventKind.COMM else "ref"
         events[column][row] = id
-
-
-def _fresh_ids(events: np.ndarray) -> dict[TokenKind, int]:
-    """Numbers above all that the program uses, by token kind."""
-
-    def above(column: str, *kinds: EventKind) -> int:
-        values = events[column][np.isin(events["kind"], kinds)]
-        return int(values.max()) + 1 if len(values) else 0
-
-    return {
-        TokenKind.ALLOCATION: above("ref", EventKind.ALLOC, EventKind.FREE),
-        TokenKind.WORK: max(above("value", EventKind.COMM), above("ref", EventKind.WORK_WAIT)),
-        TokenKind.EVENT: above("ref", EventKind.EVENT_RECORD, EventKind.EVENT_WAIT, EventKind.EVENT_SYNC),
-    }
 
 
 def _check_same_work(captured: np.ndarray, derived: np.ndarray) -> None:
@@ -301,35 +321,43 @@ def _check_same_work(captured: np.ndarray, derived: np.ndarray) -> None:
         (EventKind.KERNEL, "ref", "kernels"),
         (EventKind.COMM, "ref", "transfers"),
         (EventKind.ALLOC, "value", "allocations"),
+        (EventKind.FREE, "value", "releases"),
+        (EventKind.EVENT_WAIT, "value", "waits for events"),
+        (EventKind.STREAM_SYNC, "stream", "synchronisations"),
     ):
         a, b = (np.sort(events[column][events["kind"] == kind]) for events in (captured, derived))
         if not np.array_equal(a, b):
             raise CannotDeriveError(f"the derived program has other {what} than the captured one")
-    _check_order(derived, EventKind.ALLOC, "ref", EventKind.FREE, "allocation", once=True)
-    _check_order(derived, EventKind.COMM, "value", EventKind.WORK_WAIT, "communication", once=False)
-    _check_order(derived, EventKind.EVENT_RECORD, "ref", EventKind.EVENT_WAIT, "event", once=False)
+    for makes, column, needs, what in (
+        (EventKind.ALLOC, "ref", EventKind.FREE, "allocation"),
+        (EventKind.COMM, "value", EventKind.WORK_WAIT, "communication"),
+        (EventKind.EVENT_RECORD, "ref", EventKind.EVENT_WAIT, "event"),
+    ):
+        from_before = [_from_before(events, makes, column, needs, what) for events in (captured, derived)]
+        if not np.array_equal(*from_before):
+            raise CannotDeriveError(f"the derived program needs an {what} that nothing makes")
     if not np.array_equal(_live_at_end(captured), _live_at_end(derived)):
         raise CannotDeriveError("the derived program ends with other live allocations than the captured one")
 
 
-def _check_order(
-    events: np.ndarray, makes: EventKind, column: str, needs: EventKind, what: str, *, once: bool
-) -> None:
-    """Whatever is made and needed in the program is made first (and, for ``once``, made and needed once)."""
+def _from_before(
+    events: np.ndarray, makes: EventKind, column: str, needs: EventKind, what: str
+) -> np.ndarray:
+    """Numbers that are needed but not made in the iteration. Raises when one that is made is needed before, or an
+    allocation is made or released twice."""
     made_at = np.flatnonzero(events["kind"] == makes)
     made, first = np.unique(events[column][made_at].astype(np.int64), return_index=True)
     needed_at = np.flatnonzero(events["kind"] == needs)
     needed = events["ref"][needed_at].astype(np.int64)
-    if once and (len(made) != len(made_at) or len(np.unique(needed)) != len(needed)):
+    if makes == EventKind.ALLOC and (len(made) != len(made_at) or len(np.unique(needed)) != len(needed)):
         raise CannotDeriveError(f"the derived program makes or releases an {what} twice")
     where = np.searchsorted(made, needed)
-    known = (
-        (where < len(made)) & (made[np.minimum(where, len(made) - 1)] == needed)
-        if len(made)
-        else np.zeros(len(needed), bool)
-    )
+    known = np.zeros(len(needed), dtype=bool)
+    if len(made):
+        known = made[np.minimum(where, len(made) - 1)] == needed
     if np.any(made_at[first[where[known]]] > needed_at[known]):
         raise CannotDeriveError(f"the derived program needs an {what} before it is made")
+    return np.unique(needed[~known])
 
 
 def _live_at_end(events: np.ndarray) -> np.ndarray:

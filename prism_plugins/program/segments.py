@@ -9,6 +9,7 @@ are only ever copied whole. The others, gaps and p2p phases, are *loose*: anothe
 from __future__ import annotations
 
 import enum
+import functools
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -84,6 +85,7 @@ class Timetable:
             dict.fromkeys(name for p in self.phases if is_bound(p) for name, _ in p.parts)
         )
         """Names of the parts that are steps themselves: forward, backward."""
+        self._next_step: dict[MicroBatch, int | None] = {}
         self.phases_of: dict[MicroBatch, list[int]] = {}
         """Indices of the phases that work on a micro-batch (compute it, receive or send it), ascending."""
         for i, phase in enumerate(self.phases):
@@ -105,12 +107,32 @@ class Timetable:
                 return self._micro_batch_of.get((direction, ordinal))
         return None
 
+    def next_step_of_chunk(self, micro_batch: MicroBatch) -> int | None:
+        """Index of the phase that is the first step of the next micro-batch of the same chunk, if there is one."""
+        if not self._next_step:
+            last_of_chunk: dict[int, MicroBatch] = {}
+            for i, phase in enumerate(self.phases):
+                this = (phase.microbatch, phase.chunk)
+                if is_bound(phase) and self.phases_of[this][0] <= i and this not in self._next_step:
+                    if not any(name.endswith("forward") for name, _ in phase.parts):
+                        continue
+                    self._next_step[this] = None
+                    if phase.chunk in last_of_chunk:
+                        self._next_step[last_of_chunk[phase.chunk]] = i
+                    last_of_chunk[phase.chunk] = this
+        return self._next_step.get(micro_batch)
+
     def anchor(self, phase: int, micro_batch: MicroBatch) -> str:
         """Name of the part that ties a phase to a micro-batch it works on."""
         for part in self.phases[phase].parts:
             if is_bound(self.phases[phase]) or self.micro_batch(part) == micro_batch:
                 return part[0]
         return self.phases[phase].kind
+
+    @functools.cached_property
+    def last_working_unit(self) -> int:
+        """The body of the last phase that works on a micro-batch."""
+        return 2 * max((phases[-1] for phases in self.phases_of.values()), default=0) + 1
 
     def nearest_part(self, name: str, unit: int, *, ahead: bool) -> int | None:
         """Ordinal of the part of this name in the nearest phase at or before a unit, or after it."""

@@ -12,7 +12,10 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from prism_plugins.errors import CannotDeriveError
+from prism_plugins.program.model import EventKind
 from prism_plugins.program.schedule import BOUNDARY
 from prism_plugins.program.segments import (
     MicroBatch,
@@ -75,12 +78,14 @@ class TokenNames:
         tokens = segments.loose_tokens()
         self._unit = {key: segments.unit_of(token.definition) for key, token in tokens.items()}
         self.local = {key for key, token in tokens.items() if self._is_local(key, token)}
-        """Tokens that are made and needed in one and the same loose unit."""
+        """Tokens that no other unit needs than the loose one that makes them."""
         self._tokens = {key: token for key, token in tokens.items() if key not in self.local}
         self._type = self._types()
+        self._add_unreleased()
         self._owner: dict[TokenType, Owner | None] = {}
         self._named: dict[tuple[Role, MicroBatch | None], TokenKey] = {}
         self._micro_batch: dict[TokenKey, MicroBatch | None] = {}
+        self._ways: dict[Role, set[Way]] = {}
         self._learn_owners()
         self._roles = {type_: self._role(type_) for type_ in self._owner}
 
@@ -96,46 +101,66 @@ class TokenNames:
         """Where the micro-batch of a token made in a loose unit is read; None: it has none, or was made elsewhere."""
         return self._owner[self._type[key]]
 
-    def token(self, role: Role, micro_batch: MicroBatch | None) -> TokenKey:
-        """The captured token of this role and micro-batch."""
-        key = self._named.get((role, micro_batch))
-        if key is None:
-            raise CannotDeriveError(
-                f"the captured stage makes no {role[0].name.lower()} like one that is needed"
-            )
-        return key
+    def token(self, role: Role, micro_batch: MicroBatch | None) -> TokenKey | None:
+        """The captured token of this role and micro-batch, if the capture has it."""
+        return self._named.get((role, micro_batch))
 
-    def units_without_release(self) -> Iterator[int]:
-        """Loose units where a token would be needed as others of its role are, if it did not outlive the schedule.
+    def late_releases(self) -> tuple[list[TokenKey], dict[TokenKey, int], list[TokenKey]]:
+        """Allocations that something holds beyond where their role is released otherwise.
 
-        The scheduler's variables keep the last output until it returns; the unit in which that output would go
-        otherwise is an exception and no model for others.
+        First those that outlive the schedule: the scheduler's variables keep the last received input and the last
+        output until it returns. Second those released in the copied body of another micro-batch, with the event: a
+        model chunk keeps its last input until its next forward step. Third those still live when the iteration
+        ends.
         """
-        end = 2 * max((phases[-1] for phases in self._timetable.phases_of.values()), default=0) + 1
-        ways: dict[Role, set[Way]] = {}
-        outliving: list[tuple[Role, MicroBatch]] = []
+        outliving: list[TokenKey] = []
+        kept: dict[TokenKey, int] = {}
+        unreleased: list[TokenKey] = []
         for key, token in self._tokens.items():
             micro_batch = self._micro_batch[key]
-            if micro_batch is None:
+            if micro_batch is None or key[0] != TokenKind.ALLOCATION:
                 continue
+            if not token.uses:
+                unreleased.append(key)
             for event in token.uses:
                 unit = self._segments.unit_of(event)
-                if unit > end:
-                    outliving.append((self.role(key), micro_batch))
-                elif self._segments.is_loose(unit):
+                if unit > self._timetable.last_working_unit:
+                    outliving.append(key)
+                elif not self._segments.is_loose(unit) and self._made_for(unit) not in (None, micro_batch):
+                    kept[key] = event
+        return outliving, kept, unreleased
+
+    def usual_units(self, key: TokenKey) -> Iterator[int]:
+        """Loose units where a token would be needed if it were needed as others of its role are."""
+        micro_batch = self._micro_batch[key]
+        starts = self._timetable.phases_of[micro_batch] if micro_batch is not None else ()
+        for start, way in itertools.product(starts, self._usual_ways()[self.role(key)]):
+            for unit in (2 * (start + len(way.classes)) - 1, 2 * (start + len(way.classes))):
+                usual = unit <= self._timetable.last_working_unit and self._segments.is_loose(unit)
+                if usual and way_to(unit, micro_batch, self._timetable) == way:
+                    yield unit
+
+    def _usual_ways(self) -> dict[Role, set[Way]]:
+        if not self._ways:
+            for key, token in self._tokens.items():
+                ways = self._ways.setdefault(self.role(key), set())
+                micro_batch = self._micro_batch[key]
+                for event in token.uses if micro_batch is not None else ():
+                    unit = self._segments.unit_of(event)
                     way = way_to(unit, micro_batch, self._timetable)
-                    ways.setdefault(self.role(key), set()).add(way)
-        for role, micro_batch in outliving:
-            for start, way in itertools.product(self._timetable.phases_of[micro_batch], ways.get(role, ())):
-                for unit in (2 * (start + len(way.classes)) - 1, 2 * (start + len(way.classes))):
-                    if unit <= end and way_to(unit, micro_batch, self._timetable) == way:
-                        yield unit
+                    if self._segments.is_loose(unit) and way is not None:
+                        ways.add(way)
+        return self._ways
+
+    def unit(self, key: TokenKey) -> int:
+        """The unit that makes a token; -1 for one from before the iteration."""
+        return self._unit[key]
 
     def _is_local(self, key: TokenKey, token: Token) -> bool:
         unit = self._unit[key]
         return (
             unit >= 0
-            and bool(token.uses)
+            and (bool(token.uses) or token.kind != TokenKind.ALLOCATION)
             and self._segments.is_loose(unit)
             and all(self._segments.unit_of(event) == unit for event in token.uses)
         )
@@ -150,6 +175,33 @@ class TokenNames:
             types[key] = TokenType(token.kind, self._timetable.unit_class(unit) if unit >= 0 else (), ordinal)
         return types
 
+    def _add_unreleased(self) -> None:
+        """Take in what a fixed body makes and nothing releases, where other bodies of the class make a token there.
+
+        Its like is released in loose units; this one lives on (the gradient of an input that a chunk keeps).
+        """
+        made: dict[TokenType, dict[int, int]] = {}
+        events = self._segments.program.events
+        for key, type_ in self._type.items():
+            unit = self._unit[key]
+            if key[0] == TokenKind.ALLOCATION and unit >= 0 and not self._segments.is_loose(unit):
+                made.setdefault(type_, {})[unit] = int(events["value"][self._tokens[key].definition])
+        released = np.unique(events["ref"][events["kind"] == EventKind.FREE])
+        for type_, nbytes_of in made.items():
+            sizes = set(nbytes_of.values())
+            for i in range(len(self._timetable.phases)):
+                unit = 2 * i + 1
+                if self._timetable.unit_class(unit) != type_.unit_class or unit in nbytes_of:
+                    continue
+                lo, hi = self._segments.bounds[unit], self._segments.bounds[unit + 1]
+                rows = np.flatnonzero(events["kind"][lo:hi] == EventKind.ALLOC) + lo
+                rows = rows[~np.isin(events["ref"][rows], released)]
+                rows = [row for row in rows.tolist() if int(events["value"][row]) in sizes]
+                if len(rows) == 1:
+                    key = (TokenKind.ALLOCATION, int(events["ref"][rows[0]]))
+                    self._tokens[key] = Token(*key, rows[0])
+                    self._type[key], self._unit[key] = type_, unit
+
     def _learn_owners(self) -> None:
         """Choose the owners, of types with many tokens first: what is seen often explains what is seen once."""
         keys_of: dict[TokenType, list[TokenKey]] = {}
@@ -158,13 +210,22 @@ class TokenNames:
         known: dict[Role, set[Way]] = {}
         for type_, keys in sorted(keys_of.items(), key=lambda item: -len(item[1])):
             best: tuple[int, Owner | None, set[Way], dict[TokenKey, MicroBatch | None]] | None = None
+            outlives = all(
+                self._segments.unit_of(event) > self._timetable.last_working_unit
+                for key in keys
+                for event in self._tokens[key].uses
+            )
             for owner in self._owner_candidates(type_, keys[0]):
                 self._owner[type_] = owner
                 found = self._explain(type_, keys)
                 if found is None:
                     continue
                 ways, micro_batches = found
-                cost = sum(1 + len(way.classes) for way in ways - known.get(self._role(type_), set()))
+                if outlives:
+                    # Its ways say nothing; it is the one that a well-known role lacks.
+                    cost = -sum(role == self._role(type_) for role, _ in self._named)
+                else:
+                    cost = sum(1 + len(way.classes) for way in ways - known.get(self._role(type_), set()))
                 if best is None or cost < best[0]:
                     best = (cost, owner, ways, micro_batches)
             if best is None:
