@@ -202,7 +202,7 @@ def wrap_p2p(tracker: PhaseTracker, method: Callable, name: str, signature: Any)
     @functools.wraps(method)
     def phased(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
-        parts = tracker.parts(parts_of(arguments))
+        parts = tracker.parts(_as_issued(parts_of(arguments), arguments["self"]))
         result = tracker.run(Phase(kind=name, parts=parts), lambda: method(*args, **kwargs))
         if arguments.get("overlap_p2p_comm") and parts:
             tensor, handles = result
@@ -210,6 +210,16 @@ def wrap_p2p(tracker: PhaseTracker, method: Callable, name: str, signature: Any)
         return result
 
     return phased
+
+
+def _as_issued(names: tuple[str, ...], communicator: Any) -> tuple[str, ...]:
+    """Parts in the order in which their transfers are issued: without batching, odd stages receive first."""
+    if communicator.config.batch_p2p_comm or communicator.config.use_ring_exchange_p2p:
+        return names
+    order = ("send_forward", "recv_forward", "send_backward", "recv_backward")
+    if communicator.pp_group.rank() % 2:
+        order = ("recv_forward", "send_forward", "recv_backward", "send_backward")
+    return tuple(sorted(names, key=order.index))
 
 
 def _phased_handles(tracker: PhaseTracker, handles: Any, ordinals: dict[str, int]) -> Any:
