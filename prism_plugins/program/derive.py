@@ -240,6 +240,8 @@ class CapturedStage:
             if need.way is not None and unit <= late.end:
                 found.append(Found(need.row, key, need.role, micro_batch))
             _set_token(events, [need.row], key[0], key[1])
+        if unit % 2:
+            _issue_in_order(events, template.identity[0], timetable.phases[unit // 2])
         return Unit(events, found)
 
     def _template(self, unit: int, timetable: Timetable, late: LateOnTarget) -> _Template:
@@ -307,6 +309,23 @@ def _without_surplus(units: list[Unit]) -> list[np.ndarray]:
         surplus = [found.row for found in unit.found if found.key in repeated]
         kept.append(np.delete(unit.events, surplus) if surplus else unit.events)
     return kept
+
+
+def _issue_in_order(events: np.ndarray, captured: Phase, target: Phase) -> None:
+    """Reorder the transfers of a p2p phase, and the waits for them, as the target stage issues its parts."""
+    before, after = ([name for name, _ in phase.parts] for phase in (captured, target))
+    if before == after:
+        return
+    transfers = np.flatnonzero(events["kind"] == EventKind.COMM)
+    works = events["value"][transfers].tolist()
+    if len(transfers) != len(before) or len(set(works)) != len(works):
+        raise CannotDeriveError(f"{captured.kind} does not issue one transfer for each of its parts")
+    order = [before.index(name) for name in after]
+    events[transfers] = events[transfers[order]]
+    waits = np.flatnonzero((events["kind"] == EventKind.WORK_WAIT) & np.isin(events["ref"], works))
+    if len(waits):
+        place = {work: position for position, work in enumerate(works[i] for i in order)}
+        events[waits] = events[sorted(waits.tolist(), key=lambda row: place[int(events["ref"][row])])]
 
 
 def _set_token(events: np.ndarray, rows: list[int], kind: TokenKind, id: int) -> None:

@@ -14,16 +14,20 @@ from collections.abc import Sequence
 from prism_plugins.program.model import Phase
 
 PhaseClass = tuple[str, tuple[str, ...], int]
-"""Kind, names of the parts, chunk where no micro-batch tells it."""
+"""Kind, names of the parts in alphabetical order, chunk where no micro-batch tells it."""
 
 BOUNDARY: PhaseClass = ("", (), -1)
 """Stands for what comes before the first and after the last phase."""
 
 
 def phase_class(phase: Phase) -> PhaseClass:
-    """Phases of one class do the same work on different data."""
+    """Phases of one class do the same work on different data.
+
+    The parts of a p2p phase stand in the order in which they are issued. Where that order depends on the stage
+    (even stages send first, odd ones receive first), it does not make another class.
+    """
     chunk = -1 if phase.microbatch >= 0 else phase.chunk
-    return (phase.kind, tuple(name for name, _ in phase.parts), chunk)
+    return (phase.kind, tuple(sorted(name for name, _ in phase.parts)), chunk)
 
 
 def gap_classes(schedule: Sequence[Phase]) -> list[tuple[PhaseClass, PhaseClass]]:

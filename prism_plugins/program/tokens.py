@@ -242,9 +242,9 @@ class TokenNames:
             return [None]
         if len(type_.unit_class) == 1:
             names = type_.unit_class[0][1]
-            received = [name for name in names if name.startswith("recv")]
+            received = sorted((name for name in names if name.startswith("recv")), reverse=True)
             if type_.kind == TokenKind.ALLOCATION and received:
-                # A p2p phase allocates what it receives, in the order of its parts.
+                # A p2p phase allocates what it receives, from the previous stage first.
                 return [Owner(False, received[min(type_.ordinal, len(received) - 1)])]
             return [Owner(False, name) for name in names] or [None]
         beside = [(bool(side), name) for side, cls in enumerate(type_.unit_class) for name in cls[1]]
