@@ -64,7 +64,7 @@ class Collectives:
         lines = []
         if stats.nearest:
             lines.append(
-                f"{stats.nearest} control payload(s) of virtual ranks were taken from another call of the "
+                f"{stats.nearest} small payload(s) of virtual ranks were taken from another call of the "
                 "same group, as the journals do not know the call itself"
             )
         if stats.misses:

@@ -186,7 +186,7 @@ class _Earlier:
     def refresh(self) -> bool:
         """Read the file again if it was replaced; whether it was."""
         try:
-            changed = os.stat(self._path).st_mtime_ns != self._mtime_ns
+            changed = _version(self._path) != self._version
         except OSError:
             return False
         if changed:
@@ -196,7 +196,7 @@ class _Earlier:
     def _read(self) -> None:
         path = self._path
         try:
-            self._mtime_ns = os.stat(path).st_mtime_ns
+            self._version = _version(path)
             raw = Path(path).read_bytes()
         except OSError as error:
             raise FileFormatError(f"journal {path} cannot be read: {error.strerror}") from error
@@ -240,3 +240,9 @@ class _Earlier:
                 if payload is not None:
                     return payload
         return None
+
+
+def _version(path: str) -> tuple[int, ...]:
+    """What changes when a file is replaced, also within one tick of the file system's clock."""
+    status = os.stat(path)
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -75,7 +75,7 @@ class MirrorPeers:
 
     def broadcast(self, tensor: Tensor, root: int, *, sequence: int, slot: int = 0) -> None:
         """The root journals a control payload; others read it, or keep what they hold."""
-        name = self._channel("broadcast", root)
+        name = self._channel(f"broadcast.{tensor.dtype}", root)
         if root == self._rank:
             self._record(name, tensor, sequence, slot)
         else:
@@ -85,13 +85,13 @@ class MirrorPeers:
         """The root journals small payloads for every member; others read theirs, or get finite values."""
         if root != self._rank:
             view = values.real_view(output)
-            name = self._channel("scatter", root, self._rank)
+            name = self._channel(f"scatter.{output.dtype}", root, self._rank)
             if view is not None and not self._look_up(name, output, view, sequence, 0):
                 values.fill_plausible(output, view)
             return
         for member, tensor in enumerate(inputs):
             if member != self._rank:
-                self._record(self._channel("scatter", root, member), tensor, sequence, 0)
+                self._record(self._channel(f"scatter.{output.dtype}", root, member), tensor, sequence, 0)
         self._copy(output, inputs[self._rank])
 
     def reduce_scatter(self, output: Tensor, full: Tensor, op: str, factor: Factor = None) -> None:
@@ -138,7 +138,7 @@ class MirrorPeers:
     def send(self, tensor: Tensor, peer: int, tag: int) -> Finish | None:
         """Dropped; small integer payloads are journalled."""
         if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-            name = self._channel("p2p", self._rank, peer, tag)
+            name = self._channel(f"p2p.{tensor.dtype}", self._rank, peer, tag)
             self._record(name, tensor, self._next("p2p", peer, tag, sending=True), 0)
         return None
 
@@ -148,8 +148,8 @@ class MirrorPeers:
         integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
         if integer and peer >= 0:
             sequence = self._next("p2p", peer, tag, sending=False)
-            name = self._channel("p2p", peer, self._rank, tag)
-            like = f"p2p/{self._shape}/{self._ordinal}/"
+            name = self._channel(f"p2p.{tensor.dtype}", peer, self._rank, tag)
+            like = f"p2p.{tensor.dtype}/{self._shape}/{self._ordinal}/"
             if view is not None and self._look_up(name, tensor, view, sequence, 0, like=like):
                 return None
         if view is not None:

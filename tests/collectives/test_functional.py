@@ -65,8 +65,9 @@ def test_autograd_functional(world: Any) -> None:
     y.sum().backward()
     assert x.grad.tolist() == [1.0] * 8
     x = torch.ones(2, requires_grad=True)
-    funcol.all_gather_tensor_autograd(x, 0, dist.group.WORLD).sum().backward()
-    assert x.grad.tolist() == [4.0, 4.0]
+    gathered = funcol.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+    (gathered * gathered).sum().backward()
+    assert x.grad.tolist() == [8.0, 8.0]
     assert kinds(world) == ["all_to_all", "all_to_all", "all_gather", "reduce_scatter"]
 
 
