@@ -158,14 +158,17 @@ class CapturedStage:
                     incomplete[unit] = template
                 else:
                     self._add_template(unit, template)
-        self._exceptions: dict[tuple, tuple[int, Context, _Template]] = {}
+        self._exceptions: dict[UnitClass, list[tuple[Context, _Template, list[_Need]]]] = {}
+        """By class: units that lack a release and could not be completed, and what they lack."""
         for unit, template in incomplete.items():
+            unit_class = timetable.unit_class(unit)
             lacking = [self._usual_need(unit, key) for key in self._late.exceptions[unit]]
-            known = self._templates.get(timetable.unit_class(unit), {})
+            known = self._templates.get(unit_class, {})
             if template.complete(lacking, [t for templates in known.values() for t in templates]):
                 self._add_template(unit, template)
             else:
-                self._exceptions[template.identity] = (unit, context_of(unit, timetable), template)
+                exception = (context_of(unit, timetable), template, lacking)
+                self._exceptions.setdefault(unit_class, []).append(exception)
 
     def _add_template(self, unit: int, template: _Template) -> None:
         timetable = self._segments.timetable
@@ -249,33 +252,34 @@ class CapturedStage:
         most alike, as far back as possible, then as far ahead."""
         unit_class, context = timetable.unit_class(unit), context_of(unit, timetable)
         identity = timetable.unit_identity(unit)
-        exception = self._exceptions.get(identity)
-        if exception is not None:
-            captured, its_context, template = exception
-            only = unit_class not in self._templates
-            if (its_context == context or only) and late.is_same(captured):
-                return template
         choice = self._choices.get((unit_class, context))
         if choice is None:
             choice = self._choices[unit_class, context] = self._choose(unit_class, context)
+        for its_context, template, lacking in self._exceptions.get(unit_class, ()):
+            if likeness_of(context, its_context) >= choice.likeness and all(
+                late.lacks(need.token, way_back(need.way, unit, timetable), unit) for need in lacking
+            ):
+                return template
         return choice.template(identity)
 
     def _choose(self, unit_class: UnitClass, context: Context) -> _Choice:
-        known = self._templates.get(unit_class)
-        if not known:
-            raise CannotDeriveError(f"the captured stage has nothing like {name_unit(unit_class)}")
+        known = self._templates.get(unit_class, {})
         likeness = {other: likeness_of(context, other) for other in known}
-        best = max(likeness.values())
+        best = max(likeness.values(), default=(-1, -1))
         alike = [t for other, templates in known.items() if likeness[other] == best for t in templates]
-        return _Choice(known.get(context, []), alike, name_unit(unit_class))
+        return _Choice(known.get(context, []), alike, best, name_unit(unit_class))
 
 
 class _Choice:
     """The captured units that may be copied for units of one class in one kind of surroundings."""
 
-    def __init__(self, same: list[_Template], alike: list[_Template], name: str) -> None:
+    def __init__(
+        self, same: list[_Template], alike: list[_Template], likeness: tuple[int, int], name: str
+    ) -> None:
+        self.likeness = likeness
+        """Of the surroundings."""
         self._same = {template.identity: template for template in same}
-        self._alike = alike[0]
+        self._alike = alike
         self._is_clear = all(template.shape == alike[0].shape for template in alike)
         self._name = name
 
@@ -284,9 +288,11 @@ class _Choice:
         same = self._same.get(identity)
         if same is not None:
             return same
+        if not self._alike:
+            raise CannotDeriveError(f"the captured stage has nothing like {self._name}")
         if not self._is_clear:
             raise CannotDeriveError(f"{self._name} does not always do the same")
-        return self._alike
+        return self._alike[0]
 
 
 def _abstract(event: tuple[int, int, int, int, int], what: object) -> tuple:

@@ -111,6 +111,16 @@ class LateReleases:
         """Loose units that lack a release because a token is released late, and the tokens."""
         self.unreleased = frozenset(unreleased)
         """Tokens that are live when the iteration ends."""
+        live: dict[Role, set[MicroBatch | None]] = {}
+        for key in unreleased:
+            live.setdefault(names.role(key), set()).add(names.micro_batch(key))
+        self.tied_roles = {
+            role: holder
+            for holder in self.kept_roles
+            for role, micro_batches in live.items()
+            if role not in self.kept_roles and micro_batches == live.get(holder)
+        }
+        """Roles whose tokens live as long as those of a kept role: the gradient of an input hangs on the input."""
         for key in (*self._outliving, *kept, *unreleased):
             for unit in names.usual_units(key):
                 self.exceptions.setdefault(unit, []).append(key)
@@ -174,30 +184,34 @@ class LateOnTarget:
         self.outliving = outliving
         """Captured tokens that outlive the schedule → those that do so here."""
 
-    def is_same(self, unit: int) -> bool:
-        """True when a captured unit that lacks a release lacks it here as well."""
-        return all(self._is_held(key, unit) for key in self._captured.exceptions[unit])
-
-    def _is_held(self, key: TokenKey, unit: int) -> bool:
+    def lacks(self, key: TokenKey, micro_batch: MicroBatch | None, unit: int) -> bool:
+        """True when a unit that would release the token of ``key``'s role for a micro-batch does not, for the
+        reason for which the captured ``key`` is released late."""
+        if micro_batch is None:
+            return False
+        names = self._captured._names
+        here = names.token(names.role(key), micro_batch)
         if key in self.outliving:
-            return self.outliving[key] == key
-        return key in self._captured.unreleased or self._keeps(self._captured._names.micro_batch(key), unit)
+            return self.outliving[key] == here
+        if key in self._captured.unreleased:
+            return here in self._captured.unreleased
+        return self._keeps(micro_batch, unit)
 
     def keep(self, units: list[Unit]) -> None:
         """Move releases from where they usually are into the next forward step of the chunk, where that is later;
         drop those of what is live when the iteration ends."""
         source = self._captured._segments.timetable
-        late: dict[int, list[tuple[int, int]]] = {}
+        late: dict[int, list[tuple[int, bool, int]]] = {}
         for number, unit in enumerate(units):
             moved = []
             for found in unit.found:
-                row = self._captured.kept_roles.get(found.role)
+                holder = self._captured.tied_roles.get(found.role, found.role)
+                row = self._captured.kept_roles.get(holder)
                 if found.key in self._captured.unreleased:
                     moved.append(found.row)
                 elif row is not None and self._keeps(found.micro_batch, number):
-                    late.setdefault(2 * next_forward(found.micro_batch, self._timetable) + 1, []).append(
-                        (row, found.key[1])
-                    )
+                    body = 2 * next_forward(found.micro_batch, self._timetable) + 1
+                    late.setdefault(body, []).append((row, holder == found.role, found.key[1]))
                     moved.append(found.row)
             if moved:
                 units[number] = _without_rows(unit, moved)
@@ -210,7 +224,8 @@ class LateOnTarget:
             events = units[body].events
             if has is not None:
                 events = np.delete(events, has)
-            for row, id in wanted:
+            # What hangs on an input goes before it; the last to be inserted comes first.
+            for row, _, id in sorted(wanted, reverse=True):
                 release = np.zeros(1, dtype=events.dtype)
                 release["kind"], release["ref"] = EventKind.FREE, id
                 events = np.insert(events, row, release)
