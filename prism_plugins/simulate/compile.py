@@ -130,7 +130,7 @@ def compile_stretch(
     host_end = np.cumsum(host_ns_of_events(program, prices, lo, hi))
     host_end += host0
 
-    ops = _comm_ops(program, events, kind, host_end, lo)
+    ops = comm_ops(program, lo=lo, hi=hi, host_end=host_end)
     syncs = _host_syncs(kind, stream, ref, host_end, lo)
 
     launched = np.zeros(len(events), dtype=bool)
@@ -185,11 +185,15 @@ _SIMPLE_CODE[EventKind.EVENT_WAIT] = Code.WAIT_EVENT
 _SIMPLE_CODE[EventKind.EVENT_RECORD] = Code.RECORD
 
 
-def _comm_ops(
-    program: Program, events: np.ndarray, kind: np.ndarray, host_end: np.ndarray, lo: int
+def comm_ops(
+    program: Program, *, lo: int = 0, hi: int | None = None, host_end: np.ndarray | None = None
 ) -> CommOps:
-    """Group COMM events by work id; a batch is issued with its last event."""
-    index = np.flatnonzero(kind == EventKind.COMM)
+    """Group the COMM events of ``[lo, hi)`` by work id; a batch is issued with its last event.
+
+    ``host_end`` is the host offset of each event; zeros stand in where only the order matters.
+    """
+    events = program.events[lo:hi]
+    index = np.flatnonzero(events["kind"] == EventKind.COMM)
     work = events["value"][index]
     order = np.argsort(work, kind="stable")
     opens = np.ones(len(order), dtype=bool)
@@ -218,7 +222,7 @@ def _comm_ops(
         event=at + lo,
         first_event=index[first] + lo,
         stream=events["stream"][at].astype(np.int64),
-        host_ns=host_end[at],
+        host_ns=np.zeros(len(at)) if host_end is None else host_end[at],
         work=work[last],
         is_async=is_async,
         comm=comm,
@@ -237,10 +241,11 @@ def _host_syncs(kind, stream, ref, host_end, lo) -> tuple[HostSync, ...]:
         np.unique(stream[(kind == EventKind.KERNEL) | (kind == EventKind.COMM)]).astype(int).tolist()
     )
     syncs = []
+    stream_sync, event_sync = int(EventKind.STREAM_SYNC), int(EventKind.EVENT_SYNC)
     for i in index.tolist():
-        if kind[i] == EventKind.STREAM_SYNC:
+        if kind[i] == stream_sync:
             syncs.append(HostSync(event=lo + i, host_ns=float(host_end[i]), streams=(int(stream[i]),)))
-        elif kind[i] == EventKind.EVENT_SYNC:
+        elif kind[i] == event_sync:
             syncs.append(
                 HostSync(event=lo + i, host_ns=float(host_end[i]), streams=(), cuda_event=int(ref[i]))
             )

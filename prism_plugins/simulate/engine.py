@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import numpy as np
 
 from prism_plugins.costs.base import CostModel
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.model import EventKind
 from prism_plugins.program.prediction import Breakdown
-from prism_plugins.simulate.compile import Stretch, compile_stretch
+from prism_plugins.simulate.compile import compile_stretch
 from prism_plugins.simulate.expand import break_down, expand_unit, join
 from prism_plugins.simulate.faults import SimulationFault
 from prism_plugins.simulate.fork import fork_points
@@ -34,6 +35,7 @@ from prism_plugins.simulate.link import Layer
 from prism_plugins.simulate.prices import Pricer
 from prism_plugins.simulate.process import Machine
 from prism_plugins.simulate.quotient import Quotient, refine, survey
+from prism_plugins.simulate.sources import ClassSource
 from prism_plugins.simulate.timeline import OpTimes, Timeline
 from prism_plugins.simulate.unit import Unit
 
@@ -71,18 +73,15 @@ class Simulation:
         self.job = job
         self.costs = costs
         self._pricer = Pricer(costs)
-        self._world = survey(job, self._pricer)
-        coarse = refine(job, self._world, with_variants=False)
-        stretches = self._compile(coarse, lo=None, hi=None)
+        self._sources = [ClassSource(job, index) for index in range(len(job.classes))]
+        self._world = survey(job, self._sources, self._pricer)
         self._layers: list[Layer] = []
         self._units: list[Unit] = []
+        coarse = refine(self._sources, self._world, with_variants=False)
         if any(cls.variant_of for cls in job.classes):
-            forks = fork_points(job, coarse, stretches)
-            self._quotient = refine(job, self._world, with_variants=True)
-            self._link_forked(coarse, stretches, forks)
+            self._quotient, self._leaves = self._forked(coarse)
         else:
-            self._quotient = coarse
-            self._leaves = self._link(coarse, stretches, parents=None)
+            self._quotient, self._leaves = coarse, self._link(coarse)
         self._machine = Machine(self._layers, self._units)
         self._run()
         self.timeline = self._summarise(began)
@@ -100,31 +99,21 @@ class Simulation:
 
     # ── assembly ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _compile(
-        self,
-        quotient: Quotient,
-        *,
-        lo: list[int] | None,
-        hi: list[int] | None,
-        host0: list[float] | None = None,
-    ) -> list[Stretch]:
-        out = []
+    def _link(
+        self, quotient: Quotient, *, ends: list[int] | None = None, parents: list[Unit] | None = None
+    ) -> list[Unit]:
+        """Compile each cell's program (up to ``ends``, behind ``parents``) and link their calls."""
+        stretches = []
         for cell in quotient.cells:
-            program = cell.program
-            out.append(
+            stretches.append(
                 compile_stretch(
-                    program,
-                    self._pricer.price(program),
-                    lo=0 if lo is None else lo[cell.index],
-                    hi=len(program.events) if hi is None else hi[cell.index],
-                    host0=0.0 if host0 is None else host0[cell.index],
+                    cell.program,
+                    self._pricer.price(cell.program),
+                    lo=0,
+                    hi=len(cell.program.events) if ends is None else ends[cell.index],
+                    host0=0.0 if parents is None else parents[cell.index].stretch.host_at_end,
                 )
             )
-        return out
-
-    def _link(
-        self, quotient: Quotient, stretches: list[Stretch], *, parents: list[Unit] | None
-    ) -> list[Unit]:
         first_slot = sum(layer.num_slots for layer in self._layers)
         layer = Layer(quotient, stretches, self._pricer, first_slot=first_slot)
         self._layers.append(layer)
@@ -135,19 +124,20 @@ class Simulation:
         self._units += units
         return units
 
-    def _link_forked(self, coarse: Quotient, whole: list[Stretch], forks: list[int]) -> None:
+    def _forked(self, coarse: Quotient) -> tuple[Quotient, list[Unit]]:
         """Link the common stretch of each coarse cell and, behind it, the rest of each fine cell."""
-        hi = [min(fork, stretch.hi) for fork, stretch in zip(forks, whole, strict=True)]
-        trunk = self._link(coarse, self._compile(coarse, lo=None, hi=hi), parents=None)
-        fine = self._quotient
+        forks = fork_points(self._sources, coarse)
+        trunk = self._link(coarse, ends=forks)
+        fine = refine(self._sources, self._world, with_variants=True)
         parents = [trunk[int(coarse.cell_of_rank[cell.ranks[0]])] for cell in fine.cells]
-        rest = self._compile(
-            fine,
-            lo=[parent.stretch.hi for parent in parents],
-            hi=None,
-            host0=[parent.stretch.host_at_end for parent in parents],
+        cells = tuple(
+            msgspec.structs.replace(
+                cell, program=self._sources[cell.class_index].branch(int(cell.ranks[0]), parent.stretch.hi)
+            )
+            for cell, parent in zip(fine.cells, parents, strict=True)
         )
-        self._leaves = self._link(fine, rest, parents=parents)
+        fine = msgspec.structs.replace(fine, cells=cells)
+        return fine, self._link(fine, parents=parents)
 
     # ── run and report ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -297,9 +297,17 @@ def phase_at(program: Program, event: int) -> str:
     """Name of the phase that is open at an event."""
     kind = program.events["kind"][: event + 1]
     edges = np.flatnonzero((kind == EventKind.PHASE_BEGIN) | (kind == EventKind.PHASE_END))
-    if not len(edges) or kind[edges[-1]] == EventKind.PHASE_END:
+    if not len(edges):  # a branch may begin inside a phase, whose end comes first then
+        later = np.flatnonzero(program.events["kind"] == EventKind.PHASE_END)
+        earlier = np.flatnonzero(program.events["kind"] == EventKind.PHASE_BEGIN)
+        if not len(later) or (len(earlier) and earlier[0] < later[0]):
+            return "none"
+        edge = later[0]
+    elif kind[edges[-1]] == EventKind.PHASE_END:
         return "none"
-    phase = program.phases[int(program.events["ref"][edges[-1]])]
+    else:
+        edge = edges[-1]
+    phase = program.phases[int(program.events["ref"][edge])]
     labels = (("micro-batch", phase.microbatch), ("chunk", phase.chunk))
     return phase.kind + "".join(f" {label} {value}" for label, value in labels if value >= 0)
 

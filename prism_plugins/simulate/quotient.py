@@ -12,11 +12,11 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from prism_plugins.program.instantiate import Instantiator
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.model import Program
 from prism_plugins.simulate.faults import Party, SimulationFault
-from prism_plugins.simulate.prices import Pricer, comm_ranks, used_comms
+from prism_plugins.simulate.prices import Pricer, comm_ranks
+from prism_plugins.simulate.sources import ClassSource
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     ranks: np.ndarray
     """Ascending."""
     program: Program
-    """Of ``ranks[0]``."""
+    """Of ``ranks[0]``; of a branch, from the fork on."""
 
 
 class Quotient(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class World(msgspec.Struct, kw_only=True):
     p2p_label: np.ndarray
 
 
-def survey(job: JobPrograms, pricer: Pricer) -> World:
+def survey(job: JobPrograms, sources: list[ClassSource], pricer: Pricer) -> World:
     """Walk over all ranks once. Costs some microseconds per rank and group.
 
     Raises :class:`SimulationFault` when members of a group take part in no collective that others call on it.
@@ -76,15 +76,15 @@ def survey(job: JobPrograms, pricer: Pricer) -> World:
     communicators = _Communicators()
     for index, cls in enumerate(job.classes):
         class_of_rank[cls.ranks] = index
-        sources = _Sources(job, index)
+        source = sources[index]
         for rank in cls.ranks.tolist():
             variant_of_rank[rank] = cls.variant_of.get(rank, -1)
-            program, probes = sources.program_of(rank)
+            program, calls = source.program_of(rank), source.calls(rank)
             communicators.begin_rank()
-            for g in probes.groups:
-                probe = probes.collective.get(g)
+            for g in calls.groups:
+                probe = calls.collective.get(g)
                 entries.append((rank, g, communicators.number(program, g, probe, pricer)))
-            for c in probes.p2p:
+            for c in calls.p2p:
                 comm = program.comms[c]
                 pair = comm_ranks(rank, program.groups[comm.group], comm)
                 label = hash(pricer.price_comm(program, comm).duration_ns)
@@ -169,35 +169,7 @@ class _Communicators:
             )
 
 
-class _Sources:
-    """Programs of a class's ranks, with what to look at in each."""
-
-    def __init__(self, job: JobPrograms, class_index: int) -> None:
-        self._job = job
-        self._cls = job.classes[class_index]
-        self._made: dict[int | None, tuple[Program, Instantiator | None, _Probes]] = {}
-
-    def program_of(self, rank: int) -> tuple[Program, _Probes]:
-        variant = self._cls.variant_of.get(rank)
-        made = self._made.get(variant)
-        if made is None:
-            source = self._cls.exemplar if variant is None else self._cls.variants[variant]
-            made = self._made[variant] = (source, None, _probes(source))
-        source, instantiator, probes = made
-        if source.rank == rank:
-            return source, probes
-        if instantiator is None:
-            instantiator = Instantiator(source, self._job.layout)
-            self._made[variant] = (source, instantiator, probes)
-        return instantiator.program_of(rank), probes
-
-
-def rank_program(job: JobPrograms, class_index: int, rank: int) -> Program:
-    """The program of a rank with its own groups; a rank that was sliced needs no derivation."""
-    return _Sources(job, class_index).program_of(rank)[0]
-
-
-def refine(job: JobPrograms, world: World, *, with_variants: bool) -> Quotient:
+def refine(sources: list[ClassSource], world: World, *, with_variants: bool) -> Quotient:
     """The coarsest exact partition that refines the classes (and the optimizer variants)."""
     colour = world.class_of_rank
     if with_variants:
@@ -218,7 +190,7 @@ def refine(job: JobPrograms, world: World, *, with_variants: bool) -> Quotient:
         if int(finer.max()) + 1 == count:
             break
         colour, count = finer, int(finer.max()) + 1
-    return _quotient(job, world, colour, count)
+    return _quotient(sources, world, colour, count)
 
 
 def _composition(world: World, colour: np.ndarray) -> np.ndarray:
@@ -232,7 +204,7 @@ def _composition(world: World, colour: np.ndarray) -> np.ndarray:
     return _mix(members ^ _mix(world.communicator_label))
 
 
-def _quotient(job: JobPrograms, world: World, colour: np.ndarray, count: int) -> Quotient:
+def _quotient(sources: list[ClassSource], world: World, colour: np.ndarray, count: int) -> Quotient:
     order = np.argsort(colour, kind="stable")
     bounds = np.searchsorted(colour[order], np.arange(count + 1))
     groups = [order[bounds[i] : bounds[i + 1]] for i in range(count)]
@@ -243,7 +215,7 @@ def _quotient(job: JobPrograms, world: World, colour: np.ndarray, count: int) ->
     for i, ranks in enumerate(groups):
         cell_of_rank[ranks] = i
         class_index = int(world.class_of_rank[ranks[0]])
-        program = rank_program(job, class_index, int(ranks[0]))
+        program = sources[class_index].program_of(int(ranks[0]))
         cells.append(Cell(index=i, class_index=class_index, ranks=ranks, program=program))
     communicator, members = _communicators(world, cells, cell_of_rank)
     heads = {int(c.ranks[0]): c.index for c in cells}
@@ -291,28 +263,6 @@ def _communicators(world: World, cells: list[Cell], cell_of_rank: np.ndarray):
         members[index[root]].append(node)
         of[node] = index[root]
     return of, tuple(tuple(m) for m in members)
-
-
-class _Probes(msgspec.Struct, frozen=True, kw_only=True):
-    groups: tuple[int, ...]
-    """Groups that some call uses."""
-    collective: dict[int, int]
-    """Group → its largest collective, whose price stands for where the members sit."""
-    p2p: tuple[int, ...]
-
-
-def _probes(program: Program) -> _Probes:
-    collective: dict[int, int] = {}
-    p2p = []
-    used = used_comms(program).tolist()
-    for i in used:
-        comm = program.comms[i]
-        if comm.kind in ("send", "recv"):
-            p2p.append(i)
-        elif comm.group not in collective or comm.nbytes > program.comms[collective[comm.group]].nbytes:
-            collective[comm.group] = i
-    groups = tuple(sorted({program.comms[i].group for i in used}))
-    return _Probes(groups=groups, collective=collective, p2p=tuple(p2p))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
