@@ -122,13 +122,13 @@ def test_plain_core_script(tmp_path: Path, name: str):
 @pytest.mark.parametrize("name", TRAINING_CASES)
 def test_unmodified_pretrain_gpt(tmp_path: Path, name: str):
     arguments, world_size, rank, stage = TRAINING_CASES[name]
-    result = run_slice(
-        tmp_path,
-        MEGATRON_LM / "pretrain_gpt.py",
-        f"{TRAINING_SIZES} {arguments} --global-batch-size 8",
-        rank=rank,
-        world_size=world_size,
-    )
+    script, arguments = MEGATRON_LM / "pretrain_gpt.py", f"{TRAINING_SIZES} {arguments} --global-batch-size 8"
+    journals: tuple[Path, ...] = ()
+    if rank:
+        # Rank 0 tells the others whether there is anything to train on.
+        assert_ran(run_slice(tmp_path, script, arguments, rank=0, world_size=world_size))
+        journals = (tmp_path / "0" / "journal.json",)
+    result = run_slice(tmp_path, script, arguments, rank=rank, world_size=world_size, journals=journals)
     assert_ran(result)
     assert_phases_follow_the_schedule(result, stage)
     assert result.facts.model_flops_per_iteration > 0
