@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ class Progress:
         self._total = 0
         self._stage = ""
         self._live: Live | None = None
+        self._stdout_is_terminal = sys.stdout.isatty()
         if self._console.is_terminal and not quiet:
             # stdout shares the terminal, or it goes to a file and cannot disturb the live line.
             self._live = Live(
@@ -35,7 +37,7 @@ class Progress:
                 get_renderable=self._render,
                 refresh_per_second=4,
                 transient=True,
-                redirect_stdout=sys.stdout.isatty(),
+                redirect_stdout=self._stdout_is_terminal,
                 redirect_stderr=True,
             )
 
@@ -55,20 +57,22 @@ class Progress:
 
     def line(self, text: str, is_error: bool = False) -> None:
         """A line of a slice's own output."""
+        if self._live is not None and (is_error or self._stdout_is_terminal):
+            self._print_above(text)
+            return
         stream = sys.stderr if is_error else sys.stdout
-        with self._lock:
-            try:
-                stream.write(text + "\n")
-                stream.flush()
-            except (BrokenPipeError, ValueError):
-                pass
+        with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
+            stream.write(text + "\n")
+            stream.flush()
 
     def note(self, text: str) -> None:
         """A line of prism's own."""
-        if self._quiet:
-            return
-        with self._lock:
-            print(f"prism: {text}", file=sys.stderr, flush=True)
+        if not self._quiet:
+            self.line(f"prism: {text}", is_error=True)
+
+    def _print_above(self, text: str) -> None:
+        # soft_wrap: the terminal breaks long lines, not rich, so that they can be copied whole.
+        self._console.print(Text.from_ansi(text), soft_wrap=True)
 
     def stage(self, text: str) -> None:
         """What the conductor does after the slices."""
@@ -80,11 +84,12 @@ class Progress:
         """How many slices there will be."""
         self._total = total
 
-    def started(self, rank: int, what: str) -> None:
-        """A slice started."""
-        self._running[rank] = (time.monotonic(), what)
+    def started(self, rank: int, what: str = "") -> None:
+        """A slice started; ``what`` is special about it, if anything."""
+        name = f"rank {rank} ({what})" if what else f"rank {rank}"
+        self._running[rank] = (time.monotonic(), name)
         if self._live is None:
-            self.note(f"slice rank {rank} started ({what})")
+            self.note(f"slice {name} started")
 
     def finished(self, rank: int, report: SliceReport) -> None:
         """A slice ended well, or was found in the cache."""
@@ -102,10 +107,7 @@ class Progress:
     def _render(self) -> Table:
         now = time.monotonic()
         if self._running:
-            parts = [
-                f"rank {rank} {what} {now - began:.0f} s"
-                for rank, (began, what) in sorted(self._running.items())
-            ]
+            parts = [f"{name} {now - began:.0f} s" for _, (began, name) in sorted(self._running.items())]
             text = f"slices {self._done}/{max(self._total, self._done + len(parts))} · " + " · ".join(parts)
         else:
             text = self._stage or "planning"

@@ -159,8 +159,13 @@ class SliceRunner:
                 self._finished(rank, kept)
                 continue
             self._running.add(rank)
-            self._progress.started(rank, "lead" if rank == 0 else "slice")
+            self._progress.started(rank, self._what(rank))
             executor.start(spec, stream=rank in self._streamed)
+
+    def _what(self, rank: int) -> str:
+        if rank in self.audited:
+            return "audit"
+        return "lead" if rank == 0 else ""
 
     def _ended(self, spec: SliceSpec, report: SliceReport) -> None:
         self._running.discard(spec.rank)
