@@ -36,6 +36,10 @@ def main() -> int:
         return _fail(f"prism: error: {error}", 2)
     except SliceFailed as error:
         return _fail(str(error), 1)
+    except BrokenPipeError:
+        # The reader of our output left (`| head`).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Interrupted as stop:
         name = signal.Signals(stop.number).name
         print(

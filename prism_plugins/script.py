@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
+import importlib.util
 import os
 import runpy
 import sys
@@ -20,12 +21,9 @@ def run_script(spec: SliceSpec) -> None:
     if spec.run_as == "module":
         sys.path.insert(0, os.getcwd())
         sys.argv = [target, *arguments]
-        try:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        except ImportError as error:
-            if error.name == target:
-                raise PrismError(f"no module named {target}") from error
-            raise
+        if not _exists(target):
+            raise PrismError(f"no module named {target}")
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
         return
     sys.argv = [target, *arguments]
     if not os.path.isfile(target):
@@ -38,15 +36,29 @@ def run_script(spec: SliceSpec) -> None:
 
 
 def script_traceback(error: BaseException) -> str:
-    """The traceback without prism's own frames at its start."""
-    own = os.path.dirname(os.path.abspath(__file__))
-    tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None:
+    """The traceback from the script's own first frame on; whole when the script was not reached."""
+    start = tb = error.__traceback__
+    in_runpy = False
+    while tb is not None:
         name = tb.tb_frame.f_code.co_filename
-        if not (name.startswith((own, "<frozen")) or name == runpy.__file__):
-            break
+        if name == __file__:
+            in_runpy = True
+            start = tb.tb_next or tb
+        elif in_runpy and (name == runpy.__file__ or name.startswith("<frozen")):
+            start = tb.tb_next or tb
+        else:
+            in_runpy = False
         tb = tb.tb_next
-    return "".join(traceback.format_exception(type(error), error, tb))
+    return "".join(traceback.format_exception(type(error), error, start))
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            return False
+        raise
 
 
 def _run_file(path: str) -> None:

@@ -1,0 +1,136 @@
+"""Slices shared between physical ranks, with and without a common file system."""
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from prism_plugins import physical
+from prism_plugins.options import Options
+from prism_plugins.physical import Launch, Leadership, launch_from_environment, runs_for_real, serve
+from prism_plugins.program.slices import GpuFacts, SliceReport, SliceSpec
+from prism_plugins.rundir import RunDir, write_json
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+def test_the_launch_is_read_from_the_environment():
+    launch = launch_from_environment(TORCHRUN)
+    assert launch == Launch(rank=1, world=2, local_world=2, host="node0", port=29500, agent_store=True)
+    assert not launch.leads
+
+
+@pytest.mark.parametrize(
+    "change", [{"WORLD_SIZE": "1", "RANK": "0"}, {"RANK": ""}, {"MASTER_ADDR": ""}, {"MASTER_PORT": "x"}]
+)
+def test_anything_else_is_a_single_process(change):
+    assert launch_from_environment(TORCHRUN | change) == Launch()
+    assert launch_from_environment({}).leads
+
+
+def test_for_real_needs_a_process_for_every_rank_and_all_of_interest():
+    launch = Launch(rank=0, world=4)
+    assert runs_for_real(Options(world_size=4, ranks=(0, 1, 2, 3)), launch)
+    assert not runs_for_real(Options(world_size=4), launch)
+    assert not runs_for_real(Options(world_size=8, ranks=tuple(range(8))), launch)
+    assert not runs_for_real(Options(world_size=1, ranks=(0,)), Launch())
+
+
+class FakePool:
+    """Ends every slice at the second look, with a report and a large program."""
+
+    def __init__(self, jobs, sink):
+        self.running = []
+        self.jobs = jobs
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        pass
+
+    def free(self):
+        return self.jobs - len(self.running)
+
+    def start(self, spec, *, stream):
+        self.running.append(spec)
+
+    def collect(self):
+        ended, self.running = self.running, []
+        pairs = []
+        for spec in ended:
+            directory = Path(spec.slice_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            report = SliceReport(rank=spec.rank, status="ok", num_ops=len(spec.journals))
+            write_json(directory / "report.json", report)
+            (directory / "program.npz").write_bytes(bytes(range(256)) * 40_000)
+            (directory / "journals.txt").write_text("".join(Path(j).read_text() for j in spec.journals))
+            pairs.append((spec, report))
+        return pairs
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_slices_run_on_the_other_ranks(tmp_path, monkeypatch, shared):
+    monkeypatch.setattr(physical, "SlicePool", FakePool)
+    if not shared:
+        write = physical.write_bytes
+        monkeypatch.setattr(
+            physical, "write_bytes", lambda path, data: None if ".probe" in path.name else write(path, data)
+        )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = Launch(rank=0, world=2, host="127.0.0.1", port=port)
+    rundir = RunDir(tmp_path / "run")
+    rundir.path.mkdir()
+    journal = tmp_path / "journal.json"
+    journal.write_text("the journal")
+    results = []
+    leadership = Leadership(launch, rundir)
+    worker = threading.Thread(
+        target=lambda: results.append(serve(Launch(rank=1, world=2, host="127.0.0.1", port=port), jobs=2))
+    )
+    worker.start()
+    with leadership:
+        (remote,) = leadership.workers
+        assert remote.free() == 2
+        gpu = GpuFacts(name="H100", memory_bytes=1, num_sms=1, capability=(9, 0))
+        for rank in (4, 5):
+            remote.start(
+                SliceSpec(
+                    rank=rank,
+                    world_size=8,
+                    gpus_per_node=8,
+                    argv=("t.py",),
+                    gpu=gpu,
+                    slice_dir=str(rundir.slice(rank).path),
+                    journals=(str(journal),),
+                ),
+                stream=False,
+            )
+        assert remote.free() == 0
+        ended = []
+        deadline = time.monotonic() + 60
+        while len(ended) < 2:
+            assert time.monotonic() < deadline
+            ended += remote.collect()
+            time.sleep(0.02)
+    worker.join(timeout=60)
+    assert results == [0]
+    assert {spec.rank for spec, _ in ended} == {4, 5}
+    for spec, report in ended:
+        assert (report.status, report.rank, report.num_ops) == ("ok", spec.rank, 1)
+        directory = rundir.slice(spec.rank)
+        assert directory.program.read_bytes() == bytes(range(256)) * 40_000
+        assert (directory.path / "journals.txt").read_text() == "the journal"
+        assert rundir.read_report(spec.rank) == report
+    assert not list(rundir.path.glob(".probe*"))
