@@ -2,7 +2,7 @@
 """How fast the simulation is: GPT-3 175B dimensions at world 1024 (TP8 PP16 DP8), synthetic 1F1B programs.
 
 Each of the 16 stages × 2 tensor-parallel roles has its own program of about 285,000 events with 12,000 collectives, as a
-slice of Megatron records them. Prints seconds (median over repeats, pricing included) and events per second.
+slice of Megatron records them. Prints seconds (medians over repeats of wall and CPU time, pricing included) and events per second.
 
     python scripts/bench_simulate.py [--repeats 3] [--microbatches 192] [--dp 8] [--shards]
 """
@@ -45,12 +45,13 @@ def main() -> None:
     events = sum(len(c.exemplar.events) for c in job.classes)
     comms = sum(int((c.exemplar.events["kind"] == EventKind.COMM).sum()) for c in job.classes)
     print(f"world {layout.world_size}, {len(job.classes)} classes, {events:,} events, {comms:,} comm calls")
-    seconds = []
+    seconds, cpu = [], []
     for _ in range(args.repeats):
         costs = build_cost_model(load_cluster("dgx-h100"))
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         simulation = Simulation(job, costs)
         seconds.append(time.perf_counter() - began)
+        cpu.append(time.process_time() - began_cpu)
     began = time.perf_counter()
     simulation.op_times(layout.world_size - 1)
     expand = time.perf_counter() - began
@@ -58,7 +59,7 @@ def main() -> None:
     slowest = simulation.timeline.breakdown[simulation.timeline.slowest_class]
     rss_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
-        f"simulate {median:.2f} s (median of {args.repeats}), {events / median:,.0f} events/s; one rank's ops {expand:.2f} s"
+        f"simulate {median:.2f} s, {statistics.median(cpu):.2f} s of CPU (median of {args.repeats}), {events / median:,.0f} events/s; one rank's ops {expand:.2f} s"
     )
     print(
         f"iteration {simulation.timeline.iteration_time_ns / 1e6:,.0f} ms; {slowest}; peak RSS {rss_mib:,.0f} MiB"

@@ -161,10 +161,10 @@ def compile_stretch(
             stream=s,
             lo=lo,
         )
+        kernels = np.flatnonzero(launched & (stream == s))
+        durations = prices.op_ns[ref[kernels]]
         compiled.append(
-            _stream_items(
-                s, at, code, arg, np.flatnonzero(launched & (stream == s)), prices, ref, host_end, lo, hi
-            )
+            _stream_items(s, (np.append(at, hi - lo), code, arg), kernels, durations, host_end[kernels], lo)
         )
     return Stretch(
         program=program,
@@ -231,7 +231,9 @@ def comm_ops(
     )
 
 
-def _host_syncs(kind, stream, ref, host_end, lo) -> tuple[HostSync, ...]:
+def _host_syncs(
+    kind: np.ndarray, stream: np.ndarray, ref: np.ndarray, host_end: np.ndarray, lo: int
+) -> tuple[HostSync, ...]:
     index = np.flatnonzero(
         (kind == EventKind.STREAM_SYNC) | (kind == EventKind.DEVICE_SYNC) | (kind == EventKind.EVENT_SYNC)
     )
@@ -256,7 +258,9 @@ def _host_syncs(kind, stream, ref, host_end, lo) -> tuple[HostSync, ...]:
     return tuple(syncs)
 
 
-def _with_host_syncs(at, code, arg, syncs, *, stream, lo):
+def _with_host_syncs(
+    at: np.ndarray, code: np.ndarray, arg: np.ndarray, syncs: tuple[HostSync, ...], *, stream: int, lo: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Insert a MARK where the host waits for this stream and a SEGMENT after every host wait; sort by event."""
     if syncs:
         where = np.array([s.event - lo for s in syncs], dtype=np.int64)
@@ -271,24 +275,29 @@ def _with_host_syncs(at, code, arg, syncs, *, stream, lo):
     return at[order], code[order], arg[order]
 
 
-def _stream_items(stream, at, code, arg, kernels, prices, ref, host_end, lo, hi) -> StreamItems:
-    durations = prices.op_ns[ref[kernels]]
+def _stream_items(
+    stream: int,
+    actions: tuple[np.ndarray, np.ndarray, np.ndarray],
+    kernels: np.ndarray,
+    durations: np.ndarray,
+    issued: np.ndarray,
+    lo: int,
+) -> StreamItems:
+    """Cut a stream's kernels (positions, durations, host issue offsets) into runs between its actions (positions, the
+    last being the end of the stretch; codes; arguments)."""
+    at, code, arg = actions
     before = np.zeros(len(kernels) + 1)
     np.cumsum(durations, out=before[1:])
-    at = np.append(at, hi - lo)
-    code = np.append(code, int(Code.END))
-    arg = np.append(arg, 0)
     stop = np.searchsorted(kernels, at)
     start = np.concatenate(([0], stop[:-1]))
     issue = np.full(len(at), NEVER)
     filled = np.flatnonzero(stop > start)
     if len(filled):
-        slack = host_end[kernels] - before[:-1]
-        issue[filled] = np.maximum.reduceat(slack, start[filled]) + before[stop[filled]]
+        issue[filled] = np.maximum.reduceat(issued - before[:-1], start[filled]) + before[stop[filled]]
     return StreamItems(
         stream=stream,
-        code=code,
-        arg=arg,
+        code=np.append(code, int(Code.END)),
+        arg=np.append(arg, 0),
         event=at + lo,
         run_ns=before[stop] - before[start],
         issue_ns=issue,

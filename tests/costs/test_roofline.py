@@ -70,7 +70,9 @@ def measured_signature(name: str, shapes: list) -> OpSignature | None:
 
 def rows() -> list[tuple[OpSignature, int, float]]:
     out = []
-    inside = {"aten::mul": [4, 32, 2048, 2048]}  # the profiler shows softmax backward's product as an op of its own
+    inside = {
+        "aten::mul": [4, 32, 2048, 2048]
+    }  # the profiler shows softmax backward's product as an op of its own
     product_us = sum(us for name, shapes, _, us in DATA["ops"] if shapes[:1] == [inside.get(name)])
     for name, shapes, calls, total_us in DATA["ops"]:
         if shapes[:1] == [inside.get(name)]:

@@ -62,6 +62,12 @@ def test_perfect_symmetry_keeps_one_cell_per_class() -> None:
     assert len(Simulation(job, TableCosts())._quotient.cells) == len(job.classes) == 4
 
 
+def test_a_larger_world_has_no_more_cells() -> None:
+    layout = Layout(world_size=256, tp=2, pp=2, dp=64)
+    simulation = Simulation(random_job(np.random.default_rng(2), layout=layout, num_actions=8), TableCosts())
+    assert len(simulation._quotient.cells) == 4
+
+
 def test_a_class_whose_members_meet_different_peers_is_split() -> None:
     """One dp replica of stage 1 is slow: the other stages' replicas are no longer alike."""
     layout = Layout(world_size=8, tp=2, pp=2, dp=2)
