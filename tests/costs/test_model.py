@@ -13,9 +13,10 @@ from prism_plugins.program.model import CommSignature, OpSignature, TensorSpec
 def test_equal_signatures_are_priced_once() -> None:
     costs = build_cost_model(load_cluster())
     x = TensorSpec("bfloat16", (64, 64))
-    make = lambda: OpSignature(
-        op="prism::fused", inputs=(x,), outputs=(x,), attrs={"name": "a", "read_bytes": 8}
-    )  # noqa: E731
+
+    def make() -> OpSignature:
+        return OpSignature(op="prism::fused", inputs=(x,), outputs=(x,), attrs={"name": "a", "read_bytes": 8})
+
     assert costs.price_op(make()) is costs.price_op(make())
 
 
