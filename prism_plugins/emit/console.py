@@ -59,6 +59,7 @@ def summary(prediction: Prediction, *, files: Sequence[tuple[str, str]] = ()) ->
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", width=_LABEL_WIDTH, no_wrap=True)
     rows.add_column(ratio=1, overflow="fold")
+    rows.add_row("Job", _job(prediction))
     rows.add_row("Verdict", _verdict(prediction))
     rows.add_row("Iteration", _speed(prediction))
     rows.add_row("Time", _breakdown(prediction))
@@ -71,7 +72,7 @@ def summary(prediction: Prediction, *, files: Sequence[tuple[str, str]] = ()) ->
     rows.add_row("Assumed", _listed(prediction.assumptions, MAX_ASSUMPTIONS, "nothing"))
     if files:
         rows.add_row("Files", _files(files))
-    return Group(Text(), _title(prediction), rows, Text())
+    return Group(Text(), Text("prism prediction", style="bold"), rows, Text())
 
 
 def gib(num_bytes: float) -> str:
@@ -92,17 +93,16 @@ def tightest(memory: Sequence[ClassMemory]) -> ClassMemory:
     return max(memory, key=lambda m: m.device_used_bytes / max(m.capacity_bytes, 1))
 
 
-def _title(p: Prediction) -> Text:
+def _job(p: Prediction) -> Text:
     layout = " · ".join(
         f"{name} {p.layout[name]}"
         for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
         if name in ("tp", "pp", "dp")
         or (p.layout.get(name, 1) > 1 and (name != "etp" or p.layout.get("ep", 1) > 1))
     )
-    return Text.assemble(
-        ("prism prediction", "bold"),
-        f" · {p.framework} · {p.world_size:,} ranks ({layout}) · {p.num_microbatches} micro-batches · {p.cluster}"
-        f" · device {p.device}",
+    return Text(
+        f"{p.framework}, {p.world_size:,} ranks ({layout}), {p.num_microbatches} micro-batches"
+        f" on {p.cluster}; device {p.device}"
     )
 
 

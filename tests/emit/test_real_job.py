@@ -62,7 +62,7 @@ def test_summary_and_files(job):
     assert sum("elapsed time per iteration" in line for line in log.splitlines()) >= 2
     assert log in text, "the predicted log is shown, too"
     again = prism("show", rundir.path)
-    assert again.splitlines()[1].startswith("prism prediction · megatron")
+    assert again.splitlines()[1] == "prism prediction"
     for line in again.splitlines()[1:20]:
         assert line in text
 
