@@ -18,7 +18,13 @@ from prism_plugins.program.derive import CapturedStage
 from prism_plugins.program.instantiate import Instantiator
 from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.model import Program
-from prism_plugins.program.shards import RankShards, ShardedProgram, ShardIndex
+from prism_plugins.program.shards import (
+    RankShards,
+    ShardedProgram,
+    ShardIndex,
+    is_readable,
+    readability,
+)
 from prism_plugins.program.slices import JobFacts, SliceReport
 from prism_plugins.world.classes import Role, plan_roles, ranks_of_role
 from prism_plugins.world.layout import Layout
@@ -116,6 +122,7 @@ class _Inference:
         self._programs = programs
         self._captured: dict[int, CapturedStage] = {}
         self._patterns: list[ShardedProgram] | None = None
+        self._asked_for_pattern = False
 
     def infer(self, role: Role) -> RankClass:
         """The class of a role. Raises :class:`CannotDeriveError`."""
@@ -200,24 +207,35 @@ class _Inference:
         self, role: Role, program: Program, shards: ShardIndex, keys: list[int], own: list[int]
     ) -> dict[int, Callable[[], Program]]:
         """Makers of variants whose optimizer phase is issued again; each is tried once."""
-        # A slice of the role with long lists serves better than the one at hand.
-        sources = [program, *(self._programs[rank] for rank in own if rank != program.rank)]
-        reason = ""
-        for source in sources:
+        sources: list[tuple[Program, ShardedProgram]] = []
+        reasons: list[str] = []
+        # Another slice of the role, with longer lists, may serve where the one at hand does not.
+        for source in (program, *(self._programs[rank] for rank in own if rank != program.rank)):
             try:
-                sharded = self._sharded(source, shards.of(source.rank), role.tp_first)
-                for key in keys:
-                    sharded.check(shards.of(key), tp_first=role.tp_first)
+                sources.append((source, self._sharded(source, shards.of(source.rank), role.tp_first)))
             except CannotDeriveError as error:
-                reason = reason or str(error)
-                continue
-            return {key: self._sharded_maker(source, sharded, shards.of(key), role, key) for key in keys}
-        longest = max(
-            keys, key=lambda key: (ShardedProgram.shortest_list(shards.of(key), role.tp_first), -key)
-        )
-        raise CannotDeriveError(
-            f"optimizer shards of {_name(self._layout, role)}: {reason}", ranks=(longest,)
-        )
+                reasons.append(str(error))
+        makers: dict[int, Callable[[], Program]] = {}
+        for key in keys:
+            for source, sharded in sources:
+                try:
+                    sharded.check(shards.of(key), tp_first=role.tp_first)
+                except CannotDeriveError as error:
+                    reasons.append(str(error))
+                    continue
+                makers[key] = self._sharded_maker(source, sharded, shards.of(key), role, key)
+                break
+        missing = [key for key in keys if key not in makers]
+        if missing:
+            if not sources or not makers:
+                # One slice with long lists shows the loops for all; of all roles only the first asks for one.
+                longest = max(missing, key=lambda key: (readability(shards.of(key), role.tp_first), -key))
+                missing = [] if self._asked_for_pattern else [longest]
+                self._asked_for_pattern = True
+            raise CannotDeriveError(
+                f"optimizer shards of {_name(self._layout, role)}: {reasons[0]}", ranks=tuple(missing)
+            )
+        return makers
 
     def _sharded_maker(
         self, source: Program, sharded: ShardedProgram, target: RankShards, role: Role, rank: int
@@ -229,28 +247,33 @@ class _Inference:
         return make
 
     def _sharded(self, program: Program, shards: RankShards, tp_first: bool) -> ShardedProgram:
-        if ShardedProgram.shortest_list(shards, tp_first) > 1:
-            return ShardedProgram(program, shards, tp_first=tp_first)
-        reason = "no slice has two fragments in each list of its optimizer"
+        reasons = ["no slice owns two fragments of each kind, so that the optimizer's loops could be seen"]
+        if is_readable(shards, tp_first):
+            try:
+                return ShardedProgram(program, shards, tp_first=tp_first)
+            except CannotDeriveError as error:
+                reasons.append(str(error))
         for pattern in self._all_patterns():
             try:
                 return ShardedProgram(program, shards, tp_first=tp_first, pattern=pattern)
             except CannotDeriveError as error:
-                reason = str(error)
-        raise CannotDeriveError(reason)
+                reasons.append(str(error))
+        raise CannotDeriveError(reasons[-1])
 
     def _all_patterns(self) -> list[ShardedProgram]:
-        """Sliced programs in which every loop over fragments can be seen."""
+        """Sliced programs in which every loop over fragments can be seen, those with the longest lists first."""
         if self._patterns is None:
-            self._patterns = []
+            found: list[tuple[tuple[int, int], ShardedProgram]] = []
             for rank, program in sorted(self._programs.items()):
                 tp_first = self._layout.coords(rank)["tp"] == 0
-                shards = self._shard_index(rank)
-                if shards and ShardedProgram.shortest_list(shards.of(rank), tp_first) > 1:
+                index = self._shard_index(rank)
+                if index and is_readable(index.of(rank), tp_first):
                     try:
-                        self._patterns.append(ShardedProgram(program, shards.of(rank), tp_first=tp_first))
+                        sharded = ShardedProgram(program, index.of(rank), tp_first=tp_first)
                     except CannotDeriveError:
                         continue
+                    found.append((readability(index.of(rank), tp_first), sharded))
+            self._patterns = [sharded for _, sharded in sorted(found, key=lambda item: item[0], reverse=True)]
         return self._patterns
 
 

@@ -44,8 +44,8 @@ class Loop(NamedTuple):
     names: tuple[tuple, ...]
     """The lists it may run over (those that are equal where it was seen)."""
     block: tuple[AbstractEvent, ...]
-    backward: bool
-    """Releases what an earlier loop made, last first."""
+    backward: bool | None
+    """Releases what an earlier loop made, last first. None: seen with one fragment only, either way is possible."""
 
 
 class ListOp(NamedTuple):
@@ -112,6 +112,8 @@ def issue(items: Sequence[Item], lists: Lists, tables: Tables, first_id: int) ->
                 out.append((kind, flags, stream, tables.index(_spread(item.signature, sizes)), value))
             continue
         turns = range(len(sizes))
+        if item.backward is None and len(sizes) > 1:
+            raise CannotDeriveError("the order in which fragments are released was not seen")
         for turn in reversed(turns) if item.backward else turns:
             slot = 0
             for event in item.block:
@@ -272,7 +274,15 @@ class _Parser:
                 if before is not None and len(_resolve(before.names, self._lists)) == len(sizes):
                     return Loop(before.names, block, backward)
             if len(sizes) == 1 and length == 1 and frees:
-                return Loop(self._items[max(frees)].names, block, backward)
+                return Loop(self._items[max(frees)].names, block, self._release_order())
+        return None
+
+    def _release_order(self) -> bool | None:
+        """The order of the last loop that only releases and had several fragments; a list goes as others do."""
+        for item in reversed(self._items):
+            releases = isinstance(item, Loop) and all(e.kind == EventKind.FREE for e in item.block)
+            if releases and len(_resolve(item.names, self._lists)) > 1:
+                return item.backward
         return None
 
     def _loop_before(self) -> Loop | None:

@@ -107,6 +107,21 @@ def _pick(shard: OptimizerShard, keep) -> tuple[int, ...]:
     return tuple(n for i, (n, split) in enumerate(shard.fragments) if keep(i, split))
 
 
+def readability(shards: RankShards, tp_first: bool) -> tuple[int, int]:
+    """How well loops over a rank's lists can be seen: how many parameter groups it owns something of, and the
+    length of the shortest list that loops of several events run over."""
+    lists = fragment_lists(shards, tp_first=tp_first)
+    groups = sum(bool(sizes) for name, sizes in lists.items() if name[0] == "group")
+    shortest = min(len(sizes) for name, sizes in lists.items() if name[0] in ("all", "counted", "half"))
+    return groups, shortest
+
+
+def is_readable(shards: RankShards, tp_first: bool) -> bool:
+    """True when all loops can be seen: two turns of each, and something of every parameter group."""
+    groups, shortest = readability(shards, tp_first)
+    return groups == sum(len(s.group_sizes) for s in shards) and shortest > 1
+
+
 class ShardedProgram:
     """A sliced (or derived) program prepared for the shards of other data-parallel ranks.
 
@@ -114,7 +129,7 @@ class ShardedProgram:
         program: The program.
         shards: What its rank owns.
         tp_first: Whether it is first in its tensor-parallel group.
-        pattern: One of another rank whose lists all have two fragments at least; see :meth:`shortest_list`.
+        pattern: One of another rank in which all loops can be seen; see :func:`is_readable`.
     """
 
     def __init__(
@@ -139,12 +154,6 @@ class ShardedProgram:
             pattern._state if pattern is not None else (),
         )
         self._check()
-
-    @staticmethod
-    def shortest_list(shards: RankShards, tp_first: bool) -> int:
-        """Length of the shortest list; loops over lists of one fragment cannot be seen."""
-        lists = fragment_lists(shards, tp_first=tp_first)
-        return min(len(sizes) for name, sizes in lists.items() if name[0] != "full" or sizes)
 
     def check(self, shards: RankShards, *, tp_first: bool) -> None:
         """Raise :class:`CannotDeriveError` unless :meth:`program_for` can serve these shards."""

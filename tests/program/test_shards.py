@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prism_plugins.errors import CannotDeriveError
 from prism_plugins.program.compare import compare_programs
 from prism_plugins.program.model import EventKind
-from prism_plugins.program.shards import ShardedProgram, ShardIndex, fragment_lists
+from prism_plugins.program.shards import ShardedProgram, ShardIndex, fragment_lists, is_readable, readability
 from prism_plugins.program.slices import OptimizerShard
 from prism_plugins.world.layout import Layout
 from tests.program.optimizer_model import cut_into_shards, step_program
@@ -60,7 +60,7 @@ def test_right_or_refused(layers, num_ranks, tp_first, data):
         derived = sharded.program_for((shards[target],), tp_first=tp_first)
     except CannotDeriveError:
         return
-    if ShardedProgram.shortest_list((shards[source],), tp_first) > 1:
+    if is_readable((shards[source],), tp_first):
         assert compare_programs(derived, real[target]) is None
 
 
@@ -69,7 +69,7 @@ def test_one_fragment_is_read_with_the_help_of_another_slice():
     shards = cut_into_shards(LAYER * 4, num_ranks=8, num_groups=2)
     real = programs_of(shards)
     short = next(i for i, s in enumerate(shards) if len(s.fragments) == 1)
-    long = max(range(8), key=lambda i: ShardedProgram.shortest_list((shards[i],), True))
+    long = max(range(8), key=lambda i: readability((shards[i],), True))
     pattern = ShardedProgram(real[long], (shards[long],), tp_first=True)
     sharded = ShardedProgram(real[short], (shards[short],), tp_first=True, pattern=pattern)
     for shard, program in zip(shards, real, strict=True):
