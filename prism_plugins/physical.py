@@ -123,6 +123,20 @@ def serve_store() -> tuple[Any, str]:
     return store, f"{host}:{store.port}"
 
 
+def meet_at_end(spec: SliceSpec, *, timeout_s: float = 60.0) -> None:
+    """Wait in a slice that runs for real until all others came to their end too: a process that leaves early can
+    take messages with it that its peers have not read."""
+    from torch._C._distributed_c10d import TCPStore  # torch.distributed's is a virtual one in a slice.
+
+    host, _, port = spec.store.rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT, wait_for_workers=False)
+    ended = store.add("prism/ended", 1)
+    deadline = time.monotonic() + timeout_s
+    while ended < len(spec.real_ranks) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        ended = store.add("prism/ended", 0)
+
+
 class RemoteWorker:
     """Leader's side of one other physical rank: an executor of slices."""
 

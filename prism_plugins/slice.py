@@ -213,6 +213,10 @@ def main() -> None:
         os._exit(2)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    if spec.real_ranks and piece.report is not None and piece.report.status == "ok":
+        from prism_plugins.physical import meet_at_end
+
+        meet_at_end(spec)
     # Frameworks leave threads, stores and exit handlers behind that wait for peers which do not exist.
     os._exit(0)
 

@@ -113,7 +113,9 @@ class Context:
         """A training iteration starts; raises :class:`EndOfSlice` when enough was seen."""
         if self._began is not None:
             self.end_iteration()
-        if self.steady or len(self.hashes) >= self.spec.iterations:
+        # Ranks that run for real and exchange messages must all stop after the same iteration.
+        settled = self.steady and not self.spec.real_ranks
+        if settled or len(self.hashes) >= self.spec.iterations:
             self._end()
         self.recorder.reset_peaks()
         self.recorder.start()

@@ -29,6 +29,8 @@ LineSink = Callable[[str, bool], None]
 
 _GRACE_AFTER_REPORT_S = 10.0
 """How long a slice may take to unwind once its report is written."""
+_GRACE_FOR_PEERS_S = 120.0
+"""The same for ranks that run for real, which wait for each other."""
 _GRACE_AFTER_SIGTERM_S = 1.0
 _TAIL_LINES = 15
 USER_ERROR = 2
@@ -45,6 +47,7 @@ class SliceProcess:
         self.started = time.monotonic()
         self._sink = sink
         self._report_seen: float | None = None
+        self._grace_s = _GRACE_FOR_PEERS_S if spec.real_ranks else _GRACE_AFTER_REPORT_S
         with writing(self.dir.path):
             self.dir.path.mkdir(parents=True, exist_ok=True)
             for stale in (self.dir.report, self.dir.facts, self.dir.program, self.dir.journal):
@@ -77,7 +80,7 @@ class SliceProcess:
         if self._report_seen is None:
             if self.dir.report.exists():
                 self._report_seen = time.monotonic()
-        elif time.monotonic() - self._report_seen > _GRACE_AFTER_REPORT_S:
+        elif time.monotonic() - self._report_seen > self._grace_s:
             self.kill()
             self.process.wait()
             return True

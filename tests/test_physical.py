@@ -5,6 +5,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from prism_plugins import physical
@@ -43,6 +44,30 @@ def test_for_real_needs_a_process_for_every_rank_and_all_of_interest():
     assert not runs_for_real(Options(world_size=4), launch)
     assert not runs_for_real(Options(world_size=8, ranks=tuple(range(8))), launch)
     assert not runs_for_real(Options(world_size=1, ranks=(0,)), Launch())
+
+
+def test_real_ranks_wait_for_each_other_at_the_end():
+    store, address = physical.serve_store()
+    gpu = GpuFacts(name="H100", memory_bytes=1, num_sms=1, capability=(9, 0))
+    spec = SliceSpec(
+        rank=0,
+        world_size=2,
+        gpus_per_node=8,
+        argv=("t.py",),
+        gpu=gpu,
+        slice_dir="/x",
+        real_ranks=(0, 1),
+        store=address,
+    )
+    first = threading.Thread(target=physical.meet_at_end, args=(spec,))
+    first.start()
+    time.sleep(0.3)
+    assert first.is_alive()
+    physical.meet_at_end(spec)
+    first.join(timeout=5)
+    assert not first.is_alive()
+    physical.meet_at_end(msgspec.structs.replace(spec, real_ranks=tuple(range(9))), timeout_s=0.1)
+    del store
 
 
 class FakePool:

@@ -3,6 +3,7 @@
 import json
 import types
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -79,6 +80,14 @@ def test_ends_after_the_last_allowed_iteration_when_never_steady(context):
     with pytest.raises(EndOfSlice):
         iterate(context, 10, range(10))
     assert not context.steady
+    assert len(context.hashes) == 4
+
+
+def test_real_ranks_all_do_the_same_number_of_iterations(context):
+    context.spec = msgspec.structs.replace(context.spec, real_ranks=(0, 1))
+    with pytest.raises(EndOfSlice):
+        iterate(context, 10, [1] * 10)
+    assert context.steady
     assert len(context.hashes) == 4
 
 
