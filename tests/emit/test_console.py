@@ -89,7 +89,7 @@ def test_long_lists_say_how_much_is_left_out(prediction):
 
 
 def test_the_structure_is_fixed(prediction):
-    labels = ["Verdict", "Iteration", "Time", "Memory", "Ranks", "Audit", "Findings", "Not priced", "Synthesized",
+    labels = ["Job", "Verdict", "Iteration", "Time", "Memory", "Ranks", "Audit", "Findings", "Not priced", "Synthesized",
               "Assumed", "Files"]  # fmt: skip
     bare = shown(prediction, memory=(), assumptions=(), classes=(), slices=())
     for text in (shown(prediction), bare):
