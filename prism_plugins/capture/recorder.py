@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from prism_plugins.device import library
+from prism_plugins.device.memory import memory_counts
 from prism_plugins.errors import PrismError
 from prism_plugins.program.model import (
     EVENT_DTYPE,
@@ -67,7 +68,7 @@ class DeviceStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cache_hits: int
     num_cache_misses: int
     record_ns_per_op: float
-    """Time the recorder takes per op, from a sample of one op in 64."""
+    """Time the recorder takes per op: median of a sample of one op in 64."""
     delayed_reuse: int
     """Frees that ``record_stream`` would have delayed on a real GPU; here the block is reused at once."""
     synthesized_reads: dict[str, int]
@@ -134,8 +135,17 @@ class Recorder:
             scalars=tuple(scalars),
             attrs=attrs or {},
         )
+        self.launch(self.intern(signature))
+
+    def intern(self, signature: OpSignature) -> int:
+        """Id of a signature in this process, for :meth:`launch`."""
         encoded = msgspec.json.encode(signature)
-        self._add(EventKind.KERNEL, library.call("intern", encoded, len(encoded)), 0, 0)
+        return library.call("intern", encoded, len(encoded))
+
+    def launch(self, signature_id: int) -> None:
+        """Record an op whose signature was interned before."""
+        if self.recording:
+            self._add(EventKind.KERNEL, signature_id, 0, 0)
 
     def group(self, info: GroupInfo) -> int:
         """Index of a process group in the groups table."""
@@ -189,12 +199,10 @@ class Recorder:
 
     def stats(self) -> DeviceStats:
         """State of the current device."""
-        from prism_plugins.device.memory import memory_counts
-
         memory = memory_counts(library.call("get_device"))
         buffer = (ctypes.c_int64 * 8)()
         library.call("counters", buffer)
-        ops, computed, hits, misses, _, delayed, samples, sampled_ns = buffer
+        ops, computed, hits, misses, _, delayed, _, median_ns = buffer
         return DeviceStats(
             allocated_bytes=memory["allocated_bytes"]["all"]["current"],
             peak_allocated_bytes=memory["allocated_bytes"]["all"]["peak"],
@@ -207,7 +215,7 @@ class Recorder:
             num_computed=computed,
             num_cache_hits=hits,
             num_cache_misses=misses,
-            record_ns_per_op=sampled_ns / samples if samples else 0.0,
+            record_ns_per_op=float(median_ns),
             delayed_reuse=delayed,
             synthesized_reads=_tally(0),
             no_cpu_kernel=_tally(1),

@@ -3,14 +3,16 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/nonzero.h>
 
+#include <cstring>
 #include <unordered_map>
 
 #include "attention.h"
 #include "config.h"
 #include "generator.h"
+#include "masks.h"
 #include "policies.h"
+#include "record_times.h"
 #include "recorder.h"
 #include "streams.h"
 #include "tensors.h"
@@ -106,23 +108,6 @@ bool any_elements(const std::vector<Tensor>& tensors) {
     if (t.numel() > 0) return true;
   return tensors.empty();
 }
-
-// Timing every record would cost more than recording: one in 64 is timed.
-class SampledTimer {
- public:
-  SampledTimer() {
-    thread_local uint32_t turn = 0;
-    if (Recorder::get().on() && (turn++ & 63) == 0) start_ = now_ns();
-  }
-  ~SampledTimer() {
-    if (!start_) return;
-    counters().record_ns += now_ns() - start_;
-    counters().record_samples++;
-  }
-
- private:
-  int64_t start_ = 0;
-};
 
 void add_kernel_event(uint32_t signature) {
   Recorder::get().add(EventKind::kKernel, current_stream(current_device()), signature);
@@ -387,57 +372,6 @@ std::unique_ptr<Entry> infer(const OpPlan& plan, const IValue* args, Stack& resu
     entry->results.push_back(std::move(r));
   }
   return entry;
-}
-
-// ---------------------------------------------------------------- boolean indices
-
-bool is_mask(const IValue& v) {
-  if (v.isNone()) return false;
-  const Tensor& t = v.toTensor();
-  return t.defined() && t.is_cuda() && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte);
-}
-
-// index_put_ of one number through one mask is a masked_fill_ on CUDA too (TensorAdvancedIndexing.cpp).
-bool as_masked_fill(const OpPlan& plan, const IValue* args, Stack* stack) {
-  if (plan.name != "aten::_index_put_impl_" || args[3].toBool()) return false;
-  const Tensor& value = args[2].toTensor();
-  if (value.numel() != 1 || !value.is_cpu()) return false;
-  Tensor self = args[0].toTensor(), mask;
-  int64_t dims = 0;
-  for (const IValue& e : args[1].toListRef()) {
-    if (e.isNone() || !e.toTensor().defined()) {
-      ++dims;
-      continue;
-    }
-    if (!is_mask(e) || mask.defined()) return false;
-    mask = e.toTensor();
-    dims += mask.dim();
-  }
-  if (!mask.defined()) return false;
-  for (; dims < self.dim(); ++dims) mask = mask.unsqueeze(-1);
-  at::AutoDispatchBelowADInplaceOrView guard;
-  self.masked_fill_(mask, value.item());
-  torch::jit::drop(*stack, plan.kinds.size());
-  stack->emplace_back(std::move(self));
-  return true;
-}
-
-// CUDA turns a mask into indices with nonzero, for which the host waits.
-void expand_masks(IValue& indices) {
-  bool any = false;
-  for (const IValue& e : indices.toListRef()) any = any || is_mask(e);
-  if (!any) return;
-  at::AutoDispatchBelowADInplaceOrView guard;
-  c10::List<std::optional<Tensor>> out;
-  for (const IValue& e : indices.toListRef()) {
-    if (!is_mask(e)) {
-      out.push_back(e.isNone() ? std::optional<Tensor>() : std::optional<Tensor>(e.toTensor()));
-      continue;
-    }
-    Tensor where = e.toTensor().nonzero();
-    for (int64_t d = 0; d < e.toTensor().dim(); ++d) out.push_back(where.select(1, d));
-  }
-  indices = std::move(out);
 }
 
 void finish(const OpPlan& plan, const IValue* args, const Stack& results) {

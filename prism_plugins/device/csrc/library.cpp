@@ -9,6 +9,7 @@
 #include "fallback.h"
 #include "generator.h"
 #include "kernels.h"
+#include "record_times.h"
 #include "recorder.h"
 #include "streams.h"
 #include "tensors.h"
@@ -126,12 +127,12 @@ double prism_elapsed_ms(const void* from, const void* to) {
          1e-6;
 }
 
-// ops, computed, cache hits, cache misses, cache size, delayed reuse, timed records, ns in them.
+// ops, computed, cache hits, cache misses, cache size, delayed reuse, timed records, median ns of them.
 void prism_counters(int64_t* out) {
   auto& c = counters();
+  auto [samples, median_ns] = record_times().count_and_median();
   for (int64_t v : {c.ops.load(), c.computed.load(), c.cache_hits.load(), c.cache_misses.load(),
-                    static_cast<int64_t>(shape_cache_size()), c.delayed_reuse.load(), c.record_samples.load(),
-                    c.record_ns.load()})
+                    static_cast<int64_t>(shape_cache_size()), c.delayed_reuse.load(), int64_t{samples}, int64_t{median_ns}})
     *out++ = v;
 }
 // Lines "name\tcount". 0: synthesized reads; 1: no CPU kernel; 2: no Meta kernel.
