@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,30 +22,39 @@ from typing import Any
 import torch
 from torch import fx
 
-from prism_plugins.capture.recorder import get_recorder
+from prism_plugins.capture.recorder import get_recorder, tensor_spec
 from prism_plugins.device.regions import summary
 from prism_plugins.device.tensors import host_view, is_synthesized, is_virtual, mark_real, mark_synthesized
 from prism_plugins.integration import SliceContext
+from prism_plugins.program.model import OpSignature
 
 
 class FusedKernel:
-    """Stands for one Triton kernel of inductor: launching it records a ``prism::fused`` op and computes nothing."""
+    """Stands for one Triton kernel of inductor: launching it records a ``prism::fused`` op and computes nothing.
 
-    __slots__ = ("_attrs", "_inputs", "_outputs")
+    Shapes are static, so all launches of a kernel have one signature, which is interned at the first.
+    """
+
+    __slots__ = ("_attrs", "_inputs", "_outputs", "_signature")
 
     def __init__(self, attrs: dict[str, int | float | str], arg_names: Sequence[str]) -> None:
         self._attrs = attrs
         self._inputs = [i for i, name in enumerate(arg_names) if name.startswith(("in_ptr", "in_out_ptr"))]
         self._outputs = [i for i, name in enumerate(arg_names) if name.startswith(("out_ptr", "in_out_ptr"))]
+        self._signature = -1
 
     def run(self, *args: Any, **_launch: Any) -> None:
         """Launch, with the arguments inductor generates: buffers, then sizes, then ``stream``."""
-        get_recorder().kernel(
-            "prism::fused",
-            [args[i] for i in self._inputs],
-            [args[i] for i in self._outputs],
-            attrs=self._attrs,
-        )
+        recorder = get_recorder()
+        if self._signature < 0:
+            signature = OpSignature(
+                op="prism::fused",
+                inputs=tuple(tensor_spec(args[i]) for i in self._inputs),
+                outputs=tuple(tensor_spec(args[i]) for i in self._outputs),
+                attrs=self._attrs,
+            )
+            self._signature = recorder.intern(signature)
+        recorder.launch(self._signature)
 
 
 def install_inductor(context: SliceContext) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
@@ -124,14 +132,21 @@ def install_inductor(context: SliceContext) -> Callable[[fx.GraphModule, Sequenc
 
 
 def configure_thread() -> None:
-    """Set torch's compiler options in the calling thread. They are thread-local since torch 2.12, and graphs are
-    compiled by autograd's threads too."""
-    if getattr(_THREAD, "configured", False):
-        return
+    """Set torch's compiler options in the calling thread, where they are not set already.
+
+    Since torch 2.12 they are context variables: autograd's threads, which compile graphs too, start from the
+    defaults, and torch restores older values when it leaves a patched context.
+    """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
+    if not (
+        inductor_config.fx_graph_cache
+        or functorch_config.enable_autograd_cache
+        or dynamo_config.automatic_dynamic_shapes
+    ):
+        return
     inductor_config.compile_threads = 1
     inductor_config.fx_graph_cache = False
     inductor_config.triton.cudagraphs = False
@@ -139,10 +154,7 @@ def configure_thread() -> None:
     dynamo_config.automatic_dynamic_shapes = False
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 256)
     dynamo_config.accumulated_recompile_limit = max(dynamo_config.accumulated_recompile_limit, 4096)
-    _THREAD.configured = True
 
-
-_THREAD = threading.local()
 
 _KERNELS: dict[str, FusedKernel] = {}
 """Kernels of the graph being lowered, by name. Names repeat between graphs; a graph takes its own when loaded."""
