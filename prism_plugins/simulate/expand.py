@@ -12,7 +12,7 @@ import numpy as np
 
 from prism_plugins.program.model import EventKind
 from prism_plugins.program.prediction import Breakdown
-from prism_plugins.simulate.compile import Code, StreamItems
+from prism_plugins.simulate.compile import NEVER, Code, StreamItems
 from prism_plugins.simulate.prices import host_ns_of_events, used_comms
 from prism_plugins.simulate.process import Machine
 from prism_plugins.simulate.timeline import COMM_LANE, OpTimes
@@ -136,8 +136,8 @@ def break_down(leaf: Unit, machine: Machine, total_ns: float) -> Breakdown:
     """Where the time of a cell goes, ms. The parts sum to ``total_ns``.
 
     A moment belongs to compute or optimizer if any stream runs a kernel; otherwise to exposed communication if a stream
-    waits for a collective (or p2p within the stage); otherwise to the bubble if one waits for p2p with another class
-    of ranks, or has finished; otherwise to the host.
+    waits for a collective of its stage, or one of several stages transfers; otherwise to the bubble if a stream waits
+    for p2p with another stage, for another stage to come to a collective, or has finished; otherwise to the host.
     """
     busy, optimizer, waits, bubbles = [], [], [], []
     for unit in leaf.chain():
@@ -148,13 +148,13 @@ def break_down(leaf: Unit, machine: Machine, total_ns: float) -> Breakdown:
             busy.append((times.kernel_start, times.kernel_end))
             mask = in_optimizer[items.kernels - unit.stretch.lo]
             optimizer.append((times.kernel_start[mask], times.kernel_end[mask]))
-            bubble, wait = _wait_masks(unit, items)
-            issued = bases[np.searchsorted(_sync_events(unit), items.event, side="left")] + _issue_offset(
-                unit, items
-            )
+            base = bases[np.searchsorted(_sync_events(unit), items.event, side="left")]
+            issued = base + _issue_offset(unit, items)
             since = np.maximum(times.after_run, np.minimum(issued, times.after_item))
-            bubbles.append((since[bubble], times.after_item[bubble]))
-            waits.append((since[wait], times.after_item[wait]))
+            where, met = _waits(unit, items, machine)
+            met = np.clip(met, since[where], times.after_item[where])
+            bubbles.append((since[where], met))
+            waits.append((met, times.after_item[where]))
     compute = union(busy)
     communication, bubble = union(waits), union([*waits, *bubbles])
     finish = machine.finish_ns(leaf)
@@ -211,34 +211,47 @@ def _sync_events(unit: Unit) -> np.ndarray:
     return np.array([s.event for s in unit.stretch.syncs], dtype=np.int64)
 
 
-def _wait_masks(unit: Unit, items: StreamItems) -> tuple[np.ndarray, np.ndarray]:
-    """bool per item: waits for p2p with another class; waits for any other communication."""
-    sync = items.code == Code.COMM_SYNC
-    works = items.code == Code.WAIT_WORK
-    bubble = np.zeros(len(items.code), dtype=bool)
-    bubble[sync] = _crosses_stages(unit)[items.arg[sync]]
-    waited = items.arg[works]
-    across = np.zeros(len(waited), dtype=bool)
+def _waits(unit: Unit, items: StreamItems, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
+    """Items that wait for communication, and until when each waits for another stage: for ever if it is p2p with one, until the
+    transfer starts if it is a collective of several stages, not at all otherwise."""
+    sync = np.flatnonzero(items.code == Code.COMM_SYNC)
+    works = np.flatnonzero(items.code == Code.WAIT_WORK)
+    met = np.full(len(items.code), NEVER)
+    met[sync] = _other_stage_until(unit, machine)[items.arg[sync]]
     for link in unit.chain():
-        mine = link.stretch.ops.work[_crosses_stages(link)]
-        across |= np.isin(waited, mine)
-    bubble[works] = across
-    return bubble, (sync | works) & ~bubble
+        own = link.stretch.ops.work
+        if len(own) and len(works):
+            order = np.argsort(own)
+            at = order[np.minimum(np.searchsorted(own[order], items.arg[works]), len(own) - 1)]
+            met[works] = np.where(
+                own[at] == items.arg[works], _other_stage_until(link, machine)[at], met[works]
+            )
+    where = np.sort(np.concatenate((sync, works)))
+    return where, met[where]
 
 
-def _crosses_stages(unit: Unit) -> np.ndarray:
-    """bool per op: consists of p2p with other classes of ranks."""
-    quotient, cell = unit.layer.quotient, unit.cell
-    comms = unit.stretch.program.comms
-    across = np.zeros(len(comms), dtype=bool)
-    for i in used_comms(unit.stretch.program).tolist():
-        if comms[i].kind in ("send", "recv"):
-            across[i] = quotient.cells[quotient.peers[cell.index, i]].class_index != cell.class_index
-    ops = unit.stretch.ops
-    out = across[ops.comm] if len(ops) else np.empty(0, dtype=bool)
+def _other_stage_until(unit: Unit, machine: Machine) -> np.ndarray:
+    """Per op: until when a wait for it is a wait for another pipeline stage."""
+    ops, quotient, cell = unit.stretch.ops, unit.layer.quotient, unit.cell
+    program = unit.stretch.program
+    p2p = np.zeros(len(program.comms), dtype=bool)
+    collective = np.zeros(len(program.comms), dtype=bool)
+    for i in used_comms(program).tolist():
+        comm = program.comms[i]
+        if comm.kind in ("send", "recv"):
+            p2p[i] = quotient.cells[quotient.peers[cell.index, i]].stage != cell.stage
+        else:
+            members = quotient.members[quotient.communicator[cell.index, comm.group]]
+            collective[i] = any(quotient.cells[member].stage != cell.stage for member, _ in members)
+    first = unit.linked.first_slot
+    until = np.full(len(ops), NEVER)
+    if len(ops):
+        transfer = machine.values(first) - machine.durations(first)
+        until = np.where(p2p[ops.comm], np.inf, np.where(collective[ops.comm], transfer, NEVER))
     for op, parts in ops.batches.items():
-        out[op] = all(across[part] for part in parts)
-    return out
+        if program.comms[parts[0]].kind in ("send", "recv"):
+            until[op] = np.inf if p2p[list(parts)].any() else NEVER
+    return until
 
 
 def _issue_offset(unit: Unit, items: StreamItems) -> np.ndarray:

@@ -26,6 +26,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     class_index: int
     ranks: np.ndarray
     """Ascending."""
+    stage: int
+    """Pipeline stage of its ranks."""
     program: Program
     """Of ``ranks[0]``; of a branch, from the fork on."""
 
@@ -216,7 +218,8 @@ def _quotient(sources: list[ClassSource], world: World, colour: np.ndarray, coun
         cell_of_rank[ranks] = i
         class_index = int(world.class_of_rank[ranks[0]])
         program = sources[class_index].program_of(int(ranks[0]))
-        cells.append(Cell(index=i, class_index=class_index, ranks=ranks, program=program))
+        stage = sources[class_index].stage_of(int(ranks[0]))
+        cells.append(Cell(index=i, class_index=class_index, ranks=ranks, stage=stage, program=program))
     communicator, members = _communicators(world, cells, cell_of_rank)
     heads = {int(c.ranks[0]): c.index for c in cells}
     mine = np.flatnonzero(np.isin(world.p2p_rank, np.array(sorted(heads))))

@@ -11,7 +11,7 @@ import numpy as np
 
 from prism_plugins.program.instantiate import Instantiator
 from prism_plugins.program.job import JobPrograms, RankClass
-from prism_plugins.program.model import EVENT_DTYPE, EventKind, Program
+from prism_plugins.program.model import EventKind, Program
 from prism_plugins.simulate.prices import used_comms
 
 
@@ -27,7 +27,7 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Source(msgspec.Struct, kw_only=True):
     program: Program
-    """The exemplar, or a variant without events."""
+    """The exemplar, or a variant with only the events that it shares with the exemplar."""
     calls: Calls
     difference: int
     """First event that differs from the exemplar's."""
@@ -50,13 +50,17 @@ class ClassSource:
         self._variants = {key: self._look_at(self.cls.variants[key]) for key in self.cls.variants}
 
     def program_of(self, rank: int) -> Program:
-        """A rank's tables with its own groups and peers; the events are the exemplar's, or left out for a variant."""
+        """A rank's tables with its own groups and peers; a variant's events end where it differs from the exemplar."""
         source = self._source(rank)
         if source.program.rank == rank:
             return source.program
         if source.instantiator is None:
             source.instantiator = Instantiator(source.program, self._layout)
         return source.instantiator.program_of(rank)
+
+    def stage_of(self, rank: int) -> int:
+        """A rank's pipeline stage."""
+        return self._layout.coords(rank)["pp"]
 
     def calls(self, rank: int) -> Calls:
         """Which calls the rank's program makes."""
@@ -91,7 +95,7 @@ class ClassSource:
         difference = first_difference(self.cls.exemplar, variant)
         light = Program(
             rank=variant.rank,
-            events=np.empty(0, dtype=EVENT_DTYPE),
+            events=self.cls.exemplar.events[:difference],
             signatures=variant.signatures,
             comms=variant.comms,
             groups=variant.groups,

@@ -12,6 +12,7 @@ from reference import Reference
 from prism_plugins.program.model import EventKind
 from prism_plugins.simulate.engine import Simulation, op_times, simulate
 from prism_plugins.simulate.timeline import COMM_LANE
+from prism_plugins.world.layout import Layout
 
 seeds = st.integers(min_value=0, max_value=2**32 - 1)
 
@@ -72,12 +73,12 @@ def test_the_breakdown_sums_to_the_iteration_and_has_no_negative_part(seed: int)
         assert min(parts) > -1e-9
 
 
-def two_ranks(make_first, make_second) -> Simulation:
+def two_ranks(make_first, make_second, layout: Layout | None = None) -> Simulation:
     builders = [Builder(0), Builder(1)]
     groups = [b.group((0, 1), "G") for b in builders]
     make_first(builders[0], groups[0])
     make_second(builders[1], groups[1])
-    return Simulation(one_class_per_rank({b.rank: b.program() for b in builders}), TableCosts())
+    return Simulation(one_class_per_rank({b.rank: b.program() for b in builders}, layout), TableCosts())
 
 
 def test_a_transfer_starts_when_the_last_member_arrives() -> None:
@@ -175,9 +176,25 @@ def test_optimizer_compute_and_bubble_are_told_apart() -> None:
         b.comm(message("recv", g, 0, 100))
         b.kernel(5000, host=1)
 
-    timeline = two_ranks(first, second).timeline
+    timeline = two_ranks(first, second, Layout(world_size=2, pp=2)).timeline
     assert timeline.breakdown[0].optimizer == pytest.approx(0.003)
     assert timeline.breakdown[1].optimizer == 0
     assert timeline.breakdown[1].bubble == pytest.approx((10_001 + 900 - 300) / 1e6)
     assert timeline.breakdown[1].host == pytest.approx(0.0003)
     assert timeline.slowest_rank == 1
+
+
+def test_waiting_for_another_stage_in_a_collective_is_bubble_and_its_transfer_is_communication() -> None:
+    def program(ns):
+        def build(b, g):
+            b.kernel(ns, host=1)
+            b.comm(collective(g, 100))  # 700 + 200 + 400 ns
+
+        return build
+
+    early = two_ranks(program(1000), program(9000), Layout(world_size=2, pp=2)).timeline.breakdown[0]
+    assert early.bubble == pytest.approx(0.008)
+    assert early.exposed_communication == pytest.approx(0.0013)
+    peers = two_ranks(program(1000), program(9000), Layout(world_size=2, dp=2)).timeline.breakdown[0]
+    assert peers.bubble == 0
+    assert peers.exposed_communication == pytest.approx(0.0093)
