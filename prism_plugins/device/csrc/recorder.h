@@ -96,8 +96,6 @@ struct Counters {
   std::atomic<int64_t> cache_hits{0};
   std::atomic<int64_t> cache_misses{0};
   std::atomic<int64_t> delayed_reuse{0};   // frees that record_stream would have delayed
-  std::atomic<int64_t> record_samples{0};
-  std::atomic<int64_t> record_ns{0};       // time spent recording in these samples
   Tally synthesized_reads;                 // read-backs of synthesized values, by op and dtype
   Tally no_cpu_kernel;                     // all inputs real, but the CPU has no such kernel: synthesized
   Tally no_meta_kernel;                    // mutates its arguments only, shapes taken as unchanged
