@@ -80,9 +80,9 @@ class _Regions:
                 f"torch.compile(mode={mode!r}, options={options!r}) is planned as mode='default'"
             )
         if isinstance(model, torch.nn.Module):
-            return self.real_compile(
-                model, backend=self.backend(), dynamic=False, fullgraph=fullgraph, **kwargs
-            )
+            optimized = self._compiled(model, fullgraph=fullgraph, **kwargs)
+            optimized.forward = self._region(model, compiled=optimized.forward)
+            return optimized
         return self._region(model, fullgraph=fullgraph, **kwargs)
 
     def script(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,24 +104,28 @@ class _Regions:
             self._configure_thread = configure_thread
         return self._backend
 
-    def _region(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        compiled: Callable[..., Any] | None = None
+    def _compiled(self, function: Callable[..., Any], **options: Any) -> Any:
+        return self.real_compile(function, backend=self.backend(), dynamic=False, **options)
+
+    def _region(
+        self, function: Callable[..., Any], *, compiled: Callable[..., Any] | None = None, **options: Any
+    ) -> Callable[..., Any]:
+        """``function`` compiled at its first call, run op by op (and counted) once that failed."""
         failed = False
 
-        @functools.wraps(function)
+        @functools.wraps(function.forward if isinstance(function, torch.nn.Module) else function)
         def region(*args: Any, **kwargs: Any) -> Any:
             nonlocal compiled, failed
             if failed:
                 return function(*args, **kwargs)
             if compiled is None:
-                compiled = self.real_compile(function, backend=self.backend(), dynamic=False, **options)
+                compiled = self._compiled(function, **options)
             self._configure_thread()
             try:
                 return compiled(*args, **kwargs)
             except _compile_errors() as error:
                 self._context.assume(
-                    f"compiled region {_name(function)} could not be traced and runs op by op "
-                    f"({summary(error)})"
+                    f"compiled region {_name(function)} could not be traced and runs op by op ({summary(error)})"
                 )
                 failed = True
                 return function(*args, **kwargs)

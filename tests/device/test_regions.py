@@ -221,6 +221,15 @@ def test_what_cannot_be_traced_runs_op_by_op_and_is_said():
     assert len(assumed) == 1
     assert "op by op" in assumed[0]
 
+    class Broken(torch.nn.Module):
+        def forward(self, x):
+            return broken(x)
+
+    model = torch.compile(Broken(), fullgraph=True)
+    assumed = assumptions_of(lambda: results.append(model(torch.ones(2, device="cuda"))))
+    assert results[1].tolist() == [2.0, 2.0]
+    assert "Broken" in assumed[0]
+
 
 def test_modes_that_need_a_gpu_are_said_to_be_planned_as_default():
     assumed = assumptions_of(lambda: compiled(lambda x: x + 1, mode="max-autotune"))
