@@ -18,7 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from prism_plugins import __version__
+from prism_plugins.device.build import find_torch
 from prism_plugins.emit.console import gib, make_console, show
+from prism_plugins.errors import PrismError
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "cyan"), "problem": ("PROBLEM", "bold red")}
 _MIN_TORCH = (2, 11)
@@ -83,24 +85,25 @@ def _python() -> Iterator[Check]:
 
 
 def _torch() -> Iterator[Check]:
-    facts = torch_facts()
-    if facts is None:
-        yield Check("torch", "problem", "not installed; pip install torch (a CPU build is enough)")
+    try:
+        torch = find_torch()
+    except PrismError as error:
+        yield Check("torch", "problem", str(error))
         return
-    version, cuda = facts
-    build = f"built for CUDA {cuda}" if cuda else "CPU build"
-    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
+    build = f"built for CUDA {torch.cuda}" if torch.cuda else "CPU build"
+    release = tuple(int(part) for part in torch.version.split("+")[0].split(".")[:2] if part.isdecimal())
     if release < _MIN_TORCH:
         least = ".".join(map(str, _MIN_TORCH))
-        yield Check("torch", "problem", f"{version}, {build}; prism needs {least} or later")
-    elif cuda:
+        yield Check("torch", "problem", f"{torch.version}, {build}; prism needs {least} or later")
+    elif torch.cuda:
         yield Check(
-            "torch", "problem",
-            f"{version}, {build}; the virtual GPU runs on CPU builds so far: "
+            "torch",
+            "problem",
+            f"{torch.version}, {build}; the virtual GPU runs on CPU builds so far: "
             "pip install torch --index-url https://download.pytorch.org/whl/cpu",
-        )  # fmt: skip
+        )
     else:
-        yield Check("torch", "ok", f"{version}, {build}")
+        yield Check("torch", "ok", f"{torch.version}, {build}")
 
 
 def _autoload() -> Iterator[Check]:
@@ -123,27 +126,31 @@ def _autoload() -> Iterator[Check]:
 
 
 def _compiler() -> Iterator[Check]:
-    name = os.environ.get("CXX", "g++")
-    path = shutil.which(name)
-    if path is None:
+    candidates = [name for name in (os.environ.get("CXX"), "g++", "c++", "clang++") if name]
+    name = next((name for name in candidates if shutil.which(name.split()[0])), None)
+    if name is None:
         yield Check(
-            "compiler", "problem",
-            f"{name} not found; install it (Debian, Ubuntu: apt install g++; RHEL: dnf install gcc-c++; "
-            "conda: conda install gxx)",
-        )  # fmt: skip
+            "compiler",
+            "problem",
+            f"none of {', '.join(candidates)} found; install g++ (Debian, Ubuntu: apt install g++; "
+            "RHEL: dnf install gcc-c++; conda: conda install gxx) or set CXX",
+        )
         return
-    output = subprocess.run(
-        [path, "--version"], capture_output=True, text=True, timeout=30, check=False
-    ).stdout
-    yield Check("compiler", "ok", f"{(output.splitlines() or [path])[0]}")
+    command = [*name.split(), "--version"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
+    yield Check("compiler", "ok", f"{(output.splitlines() or [name])[0]}")
 
 
 def _virtual_gpu() -> Iterator[Check]:
     folder = cache_root()
-    built = sorted(folder.glob("**/*.so")) if folder.is_dir() else []
+    try:
+        version = find_torch().version
+    except PrismError:
+        return
+    built = list(folder.glob(f"torch-{version}-*/*.so"))
     if built:
-        names = ", ".join(str(path.parent.relative_to(folder)) for path in built[-3:])
-        yield Check("virtual GPU", "ok", f"compiled for {len(built)} torch build(s) in {folder}: {names}")
+        newest = max(built, key=lambda path: path.stat().st_mtime)
+        yield Check("virtual GPU", "ok", f"compiled for torch {version} ({newest.parent})")
     else:
         yield Check(
             "virtual GPU", "note", f"not compiled yet; the first emulation does it, once, into {folder}"
@@ -153,7 +160,10 @@ def _virtual_gpu() -> Iterator[Check]:
         probe = probe.parent
     if not os.access(probe, os.W_OK):
         yield Check(
-            "cache", "problem", f"{folder} cannot be written; set XDG_CACHE_HOME to a directory that can"
+            "cache",
+            "note",
+            f"{folder} cannot be written; the virtual GPU goes to the temporary directory and slices are not "
+            "kept for reuse (XDG_CACHE_HOME may name another place)",
         )
 
 
@@ -219,17 +229,6 @@ def _gpu() -> Iterator[Check]:
 _EXAMINERS: tuple[Callable[[], Iterator[Check]], ...] = (
     _python, _torch, _autoload, _compiler, _virtual_gpu, _slice_cache, _frameworks, _machine, _gpu,
 )  # fmt: skip
-
-
-def torch_facts() -> tuple[str, str | None] | None:
-    """(version, CUDA version of the build or None) without importing torch; None when it is not installed."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    values: dict = {}
-    source = (Path(spec.origin).parent / "version.py").read_text()
-    exec(compile(source, "torch/version.py", "exec"), values)
-    return str(values["__version__"]), values.get("cuda")
 
 
 def cache_root() -> Path:

@@ -1,6 +1,7 @@
 """The prism command: what it prints, and how it refuses."""
 
 import gzip
+import importlib.util
 import json
 import os
 import pathlib
@@ -204,7 +205,7 @@ class TestDoctor:
             assert what in text
 
     def test_no_compiler_says_what_to_install(self, monkeypatch, capsys):
-        monkeypatch.setenv("CXX", "no-such-compiler")
+        monkeypatch.setattr(cli_doctor.shutil, "which", lambda _: None)
         assert cli.main(["doctor"]) == 1
         assert "apt install g++" in " ".join(capsys.readouterr().out.split())
 
@@ -214,9 +215,9 @@ class TestDoctor:
         assert "python -m prism_plugins.run" in " ".join(capsys.readouterr().out.split())
 
     def test_no_torch(self, monkeypatch, capsys):
-        monkeypatch.setattr(cli_doctor, "torch_facts", lambda: None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
         assert cli.main(["doctor"]) == 1
-        assert "pip install torch" in capsys.readouterr().out
+        assert "pip install 'torch" in " ".join(capsys.readouterr().out.split())
 
     def test_a_check_that_fails_is_a_problem_not_a_traceback(self, monkeypatch, capsys):
         def _broken():
@@ -225,8 +226,3 @@ class TestDoctor:
         monkeypatch.setattr(cli_doctor, "_EXAMINERS", (_broken,))
         assert cli.main(["doctor"]) == 1
         assert "boom" in capsys.readouterr().out
-
-    def test_torch_facts_are_those_of_torch(self):
-        import torch
-
-        assert cli_doctor.torch_facts() == (torch.__version__, torch.version.cuda)
