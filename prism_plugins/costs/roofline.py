@@ -68,6 +68,8 @@ class Roofline:
         """Time of a (batched) GEMM: power-limited when large, wave-quantised when small, HBM-bound when thin."""
         peak = self.peak_flops(dtype)
         flops = 2.0 * batch * m * n * k
+        if not flops:
+            return self.hbm_seconds(nbytes, self.eff.batched_gemm)
         ragged = max(
             _tile_utilisation(batch=batch, m=m, n=n, tile=tile, num_sms=self.gpu.num_sms) * quality
             for tile, quality in _TILES

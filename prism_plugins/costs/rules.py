@@ -161,7 +161,7 @@ def _batched_gemm(r: Roofline, s: OpSignature) -> Work:
     if (
         name == "baddbmm"
         and s.inputs
-        and (beta == 0 or (beta is None and s.inputs[0].shape == s.outputs[0].shape))
+        and (beta == 0 or (beta is None and s.outputs and s.inputs[0].shape == s.outputs[0].shape))
     ):
         # beta 0, or not recorded and a buffer of the full size: attention's scratch buffer, which is not read.
         nbytes -= footprint(s.inputs[0])
@@ -175,6 +175,8 @@ def _batched_gemm(r: Roofline, s: OpSignature) -> Work:
 
 
 def _scaled_gemm(r: Roofline, s: OpSignature) -> Work:
+    if len(s.inputs) < 2 or min(len(s.inputs[0].shape), len(s.inputs[1].shape)) < 2:
+        return bytes_bound(r, s, r.eff.elementwise)
     a, b = s.inputs[0], s.inputs[1]
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     nbytes = traffic(s)
@@ -187,6 +189,8 @@ def _scaled_gemm(r: Roofline, s: OpSignature) -> Work:
 
 def _grouped_gemm(r: Roofline, s: OpSignature) -> Work:
     """Experts' GEMMs in one launch: ``a`` (tokens, k) times ``b`` (experts, k, n); balanced tokens per expert."""
+    if len(s.inputs) < 2 or min(len(s.inputs[0].shape), len(s.inputs[1].shape)) < 2:
+        return bytes_bound(r, s, r.eff.elementwise)
     a, b = s.inputs[0], s.inputs[1]
     nbytes = traffic(s)
     if len(b.shape) == 3:
@@ -219,7 +223,7 @@ def _attention(r: Roofline, s: OpSignature, *, efficiency: float, gemms: int, ba
     Dao et al., FlashAttention, NeurIPS 2022; FlashAttention-2, section 4.
     """
     tensors = s.inputs[1:4] if backward else s.inputs[:3]
-    if len(tensors) < 2 or len(tensors[0].shape) < 3:
+    if len(tensors) < 2 or min(len(tensors[0].shape), len(tensors[1].shape)) < 3:
         return bytes_bound(r, s, r.eff.elementwise, kernels=2)
     q, k = tensors[0], tensors[1]
     torch_order = s.op.startswith("aten::_scaled") or "scaled_dot_product" in s.op

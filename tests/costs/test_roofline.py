@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from pathlib import Path
 
 import pytest
@@ -308,3 +310,37 @@ def test_names_are_reduced_to_their_base() -> None:
     assert base_name("aten::__and__.Tensor") == "and"
     assert is_inplace("aten::add_.Tensor")
     assert not is_inplace("aten::add.out")
+
+
+def test_no_signature_however_odd_makes_a_rule_fail() -> None:
+    rng = random.Random(0)
+    shapes = [
+        (),
+        (0,),
+        (1,),
+        (7,),
+        (3, 0),
+        (5, 4),
+        (4, 5),
+        (2, 3, 4),
+        (2, 4, 3),
+        (2, 2, 8, 4),
+        (1, 1, 1, 1, 1),
+    ]
+
+    def tensors(n: int) -> tuple[TensorSpec, ...]:
+        dtypes = (BF16, FP32, "int64", "bool", "float8_e4m3fn")
+        return tuple(spec(rng.choice(shapes), rng.choice(dtypes)) for _ in range(n))
+
+    for family, names in FAMILIES.items():
+        for name in rng.sample(names, min(12, len(names))) if names else ["_foreach_add_", "_foreach_norm"]:
+            for _ in range(25):
+                inputs, outputs = tensors(rng.randrange(6)), tensors(rng.randrange(3))
+                scalars = rng.choice([(), (("dim", rng.choice([0, -1, None, "x"])), ("is_causal", True))])
+                overload = rng.choice(["", ".out", ".Tensor", ".grad_input", ".ScalarList"])
+                signature = OpSignature(
+                    op=f"aten::{name}{overload}", inputs=inputs, outputs=outputs, scalars=scalars
+                )
+                price = H200.price_op(signature)
+                assert math.isfinite(price.duration_ns), signature
+                assert price.duration_ns >= (0 if family == "free" else 1000), signature
