@@ -19,6 +19,7 @@ from prism_plugins.program.instantiate import Instantiator
 from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.model import Program
 from prism_plugins.program.shards import (
+    Pattern,
     RankShards,
     ShardedProgram,
     ShardIndex,
@@ -121,7 +122,7 @@ class _Inference:
         self._reports = reports
         self._programs = programs
         self._captured: dict[int, CapturedStage] = {}
-        self._patterns: list[ShardedProgram] | None = None
+        self._patterns: list[Pattern] | None = None
         self._asked_for_pattern = False
 
     def infer(self, role: Role) -> RankClass:
@@ -211,10 +212,20 @@ class _Inference:
         reasons: list[str] = []
         # Another slice of the role, with longer lists, may serve where the one at hand does not.
         for source in (program, *(self._programs[rank] for rank in own if rank != program.rank)):
-            try:
-                sources.append((source, self._sharded(source, shards.of(source.rank), role.tp_first)))
-            except CannotDeriveError as error:
-                reasons.append(str(error))
+            for pattern in (*self._all_patterns(), None):
+                owned = shards.of(source.rank)
+                if pattern is None and not is_readable(owned, role.tp_first):
+                    continue
+                try:
+                    sharded = ShardedProgram(source, owned, tp_first=role.tp_first, pattern=pattern)
+                except CannotDeriveError as error:
+                    reasons.append(str(error))
+                else:
+                    sources.append((source, sharded))
+        if not sources and not reasons:
+            reasons.append(
+                "no slice owns two fragments of each kind, so that the optimizer's loops could be seen"
+            )
         makers: dict[int, Callable[[], Program]] = {}
         for key in keys:
             for source, sharded in sources:
@@ -246,24 +257,10 @@ class _Inference:
 
         return make
 
-    def _sharded(self, program: Program, shards: RankShards, tp_first: bool) -> ShardedProgram:
-        reasons = ["no slice owns two fragments of each kind, so that the optimizer's loops could be seen"]
-        if is_readable(shards, tp_first):
-            try:
-                return ShardedProgram(program, shards, tp_first=tp_first)
-            except CannotDeriveError as error:
-                reasons.append(str(error))
-        for pattern in self._all_patterns():
-            try:
-                return ShardedProgram(program, shards, tp_first=tp_first, pattern=pattern)
-            except CannotDeriveError as error:
-                reasons.append(str(error))
-        raise CannotDeriveError(reasons[-1])
-
-    def _all_patterns(self) -> list[ShardedProgram]:
-        """Sliced programs in which every loop over fragments can be seen, those with the longest lists first."""
+    def _all_patterns(self) -> list[Pattern]:
+        """Loops of the sliced programs in which all can be seen: merged where they agree, first the best seen."""
         if self._patterns is None:
-            found: list[tuple[tuple[int, int], ShardedProgram]] = []
+            found: list[tuple[tuple[int, int], Pattern]] = []
             for rank, program in sorted(self._programs.items()):
                 tp_first = self._layout.coords(rank)["tp"] == 0
                 index = self._shard_index(rank)
@@ -272,8 +269,17 @@ class _Inference:
                         sharded = ShardedProgram(program, index.of(rank), tp_first=tp_first)
                     except CannotDeriveError:
                         continue
-                    found.append((readability(index.of(rank), tp_first), sharded))
-            self._patterns = [sharded for _, sharded in sorted(found, key=lambda item: item[0], reverse=True)]
+                    found.append((readability(index.of(rank), tp_first), sharded.pattern))
+            merged: list[Pattern] = []
+            for _, pattern in sorted(found, key=lambda item: item[0], reverse=True):
+                for i, other in enumerate(merged):
+                    both = other.merged(pattern)
+                    if both is not None:
+                        merged[i] = both
+                        break
+                else:
+                    merged.append(pattern)
+            self._patterns = merged
         return self._patterns
 
 

@@ -133,6 +133,54 @@ def issue(items: Sequence[Item], lists: Lists, tables: Tables, first_id: int) ->
     return out
 
 
+def merge(first: Sequence[Item], second: Sequence[Item]) -> list[Item] | None:
+    """One pattern from those of two ranks, with the lists that both allow; None when they differ in more.
+
+    What a rank cannot tell apart (all fragments and those counted in the norm, on the first tensor-parallel rank)
+    another one can.
+    """
+    mine, other = (_without_free(items) for items in (first, second))
+    if len(mine) != len(other):
+        return None
+    merged: list[Item] = []
+    for a, b in zip(mine, other, strict=True):
+        if isinstance(a, Literal) or isinstance(b, Literal):
+            if type(a) is not type(b) or (a.event[0], a.event[2]) != (b.event[0], b.event[2]):
+                return None
+            merged.append(a)
+            continue
+        names = tuple(name for name in a.names if name in b.names)
+        same = type(a) is type(b) and (
+            _block_key(a) == _block_key(b) if isinstance(a, Loop) else _key(a.signature) == _key(b.signature)
+        )
+        if not same or not names:
+            return None
+        merged.append(a._replace(names=names))
+    return merged
+
+
+def _is_free(item: Item) -> bool:
+    """Host events may stand anywhere."""
+    return isinstance(item, Literal) and item.event[0] == EventKind.HOST
+
+
+def _without_free(items: Sequence[Item]) -> list[Item]:
+    place: dict[int, int] = {}
+    kept: list[Item] = []
+    for number, item in enumerate(items):
+        if not _is_free(item):
+            place[number] = len(kept)
+            kept.append(_renumbered(item, place) if isinstance(item, Loop) else item)
+    return kept
+
+
+def _block_key(loop: Loop) -> tuple:
+    return (
+        loop.backward,
+        *((*e[:3], _key(e.what) if e.kind == EventKind.KERNEL else e.what, e.size) for e in loop.block),
+    )
+
+
 class _Parser:
     def __init__(self, rows: Sequence[Row], signatures: Sequence[OpSignature], lists: Lists) -> None:
         self._rows = rows
@@ -164,8 +212,14 @@ class _Parser:
 
     def follow(self, pattern: Sequence[Item]) -> list[Item]:
         """Read the stretch item by item as the pattern says."""
-        at = 0
-        for item in pattern:
+        at = self._skip_free(0)
+        # Where the pattern's items are in ours: host events stand in other places.
+        place: dict[int, int] = {}
+        for number, item in enumerate(pattern):
+            if _is_free(item):
+                continue
+            at = self._skip_free(at)
+            place[number] = len(self._items)
             if isinstance(item, Literal):
                 if at >= len(self._rows) or not self._alike(self._rows[at], item.event):
                     raise CannotDeriveError(
@@ -183,14 +237,21 @@ class _Parser:
                     at += 1
                 self._items.append(item)
                 continue
+            item = _renumbered(item, place)
             length = len(sizes) * len(item.block)
             self._check_loop(at, item, sizes)
             self._remember(at, item, length)
             self._items.append(item)
             at += length
-        if at != len(self._rows):
+        if self._skip_free(at) != len(self._rows):
             raise CannotDeriveError("the optimizer phase goes on where another slice's ends")
         return self._items
+
+    def _skip_free(self, at: int) -> int:
+        while at < len(self._rows) and self._rows[at][0] == EventKind.HOST:
+            self._items.append(Literal(self._rows[at]))
+            at += 1
+        return at
 
     def _alike(self, mine: Row, other: Row) -> bool:
         return mine[0] == other[0] and mine[2] == other[2]
@@ -353,6 +414,17 @@ def _depends(block: Sequence[AbstractEvent]) -> bool:
 def takes_lists(op: str) -> bool:
     """Ops whose tensor arguments are lists of one tensor per parameter."""
     return "_foreach_" in op or "_fused_adam" in op or "_fused_sgd" in op or "multi_tensor" in op
+
+
+def _renumbered(loop: Loop, place: Mapping[int, int]) -> Loop:
+    """The loop with its references to earlier loops moved to where those are."""
+    block = tuple(
+        event._replace(what=(place[event.what[0]], event.what[1]))
+        if event.kind == EventKind.FREE and event.what[0] >= 0
+        else event
+        for event in loop.block
+    )
+    return loop._replace(block=block)
 
 
 def _turned(sizes: tuple[int, ...], backward: bool) -> tuple[int, ...]:

@@ -9,13 +9,14 @@ equal fragments share one program.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from prism_plugins.errors import CannotDeriveError
 from prism_plugins.program.model import EVENT_DTYPE, Allocation, EventKind, Program
-from prism_plugins.program.shard_loops import Item, Lists, Literal, Row, Tables, issue, parse
+from prism_plugins.program.shard_loops import Item, Lists, Literal, Row, Tables, issue, merge, parse
 from prism_plugins.program.slices import OptimizerShard
 from prism_plugins.world.layout import Layout
 
@@ -122,6 +123,23 @@ def is_readable(shards: RankShards, tp_first: bool) -> bool:
     return groups == sum(len(s.group_sizes) for s in shards) and shortest > 1
 
 
+class Pattern(NamedTuple):
+    """The loops of an optimizer, by phase, and those of its state."""
+
+    phases: list[list[Item]]
+    state: list[Item]
+
+    def merged(self, other: Pattern) -> Pattern | None:
+        """What both ranks allow; None when they run other loops."""
+        if len(self.phases) != len(other.phases):
+            return None
+        phases = [merge(a, b) for a, b in zip(self.phases, other.phases, strict=True)]
+        state = merge(self.state, other.state)
+        if state is None or any(phase is None for phase in phases):
+            return None
+        return Pattern([phase for phase in phases if phase is not None], state)
+
+
 class ShardedProgram:
     """A sliced (or derived) program prepared for the shards of other data-parallel ranks.
 
@@ -129,11 +147,11 @@ class ShardedProgram:
         program: The program.
         shards: What its rank owns.
         tp_first: Whether it is first in its tensor-parallel group.
-        pattern: One of another rank in which all loops can be seen; see :func:`is_readable`.
+        pattern: From ranks in which all loops can be seen; see :func:`is_readable`.
     """
 
     def __init__(
-        self, program: Program, shards: RankShards, *, tp_first: bool, pattern: ShardedProgram | None = None
+        self, program: Program, shards: RankShards, *, tp_first: bool, pattern: Pattern | None = None
     ) -> None:
         self._program = program
         self._lists = fragment_lists(shards, tp_first=tp_first)
@@ -145,15 +163,20 @@ class ShardedProgram:
         self._phases: list[list[Item]] = []
         for i, (begin, end) in enumerate(self._spans):
             rows = program.events[begin:end].tolist()
-            known = pattern._phases[i] if pattern is not None else ()
+            known = pattern.phases[i] if pattern is not None and i < len(pattern.phases) else ()
             self._phases.append(parse(rows, program.signatures, self._lists, known))
         self._state = parse(
             _state_rows(program.initial),
             program.signatures,
             self._lists,
-            pattern._state if pattern is not None else (),
+            pattern.state if pattern is not None else (),
         )
         self._check()
+
+    @property
+    def pattern(self) -> Pattern:
+        """The loops, for reading other ranks' programs."""
+        return Pattern(self._phases, self._state)
 
     def check(self, shards: RankShards, *, tp_first: bool) -> None:
         """Raise :class:`CannotDeriveError` unless :meth:`program_for` can serve these shards."""

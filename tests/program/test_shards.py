@@ -71,7 +71,7 @@ def test_one_fragment_is_read_with_the_help_of_another_slice():
     short = next(i for i, s in enumerate(shards) if len(s.fragments) == 1)
     long = max(range(8), key=lambda i: readability((shards[i],), True))
     pattern = ShardedProgram(real[long], (shards[long],), tp_first=True)
-    sharded = ShardedProgram(real[short], (shards[short],), tp_first=True, pattern=pattern)
+    sharded = ShardedProgram(real[short], (shards[short],), tp_first=True, pattern=pattern.pattern)
     for shard, program in zip(shards, real, strict=True):
         assert compare_programs(sharded.program_for((shard,), tp_first=True), program) is None
 
@@ -84,7 +84,7 @@ def test_a_slice_that_does_not_follow_the_pattern_is_refused():
     kernels = other.events["kind"] == EventKind.KERNEL
     other.events["kind"][kernels.nonzero()[0][-1]] = EventKind.STREAM_SYNC
     with pytest.raises(CannotDeriveError):
-        ShardedProgram(other, (shards[1],), tp_first=True, pattern=pattern)
+        ShardedProgram(other, (shards[1],), tp_first=True, pattern=pattern.pattern)
 
 
 def test_two_optimizers_have_lists_of_their_own_and_common_ones():
