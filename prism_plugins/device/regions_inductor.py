@@ -14,6 +14,7 @@ GPU and are not made; shapes are always static (one plan per shape).
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -170,7 +171,6 @@ def _kernel_facts(name: str, node_schedule: Any, kernel: Any) -> FusedKernel:
     from torch._inductor.virtualized import V
 
     nodes = [n for n in node_schedule if isinstance(n, SchedulerNode)]
-    hint = _size_hint
     removed = V.graph.removed_buffers | kernel.removed_buffers
     produced = {dep.name for node in nodes for dep in node.read_writes.writes}
     read, written = _bytes_by_buffer(nodes, "reads"), _bytes_by_buffer(nodes, "writes")
@@ -178,11 +178,7 @@ def _kernel_facts(name: str, node_schedule: Any, kernel: Any) -> FusedKernel:
     for node in nodes:
         data = getattr(node.node, "data", None)
         if data is not None and hasattr(data, "inner_fn_opcount"):
-            pointwise, reduction = node.get_ranges()
-            numel = 1
-            for size in (*pointwise, *reduction):
-                numel *= hint(size)
-            flops += data.inner_fn_opcount().num_ops * numel
+            flops += data.inner_fn_opcount().num_ops * _num_points(node)
     attrs: dict[str, int | float | str] = {
         "name": name,
         "flops": flops,
@@ -201,9 +197,7 @@ def _bytes_by_buffer(nodes: Sequence[Any], direction: str) -> dict[str, int]:
 
     accesses: dict[str, dict[Any, int]] = {}
     for node in nodes:
-        numel = 1
-        for size in (*node.get_ranges()[0], *node.get_ranges()[1]):
-            numel *= _size_hint(size)
+        numel = _num_points(node)
         for dep in getattr(node.read_writes, direction):
             buffer = V.graph.try_get_buffer(dep.name)
             if buffer is None:
@@ -217,11 +211,15 @@ def _bytes_by_buffer(nodes: Sequence[Any], direction: str) -> dict[str, int]:
     capped = {}
     for name, by_index in accesses.items():
         buffer = V.graph.try_get_buffer(name)
-        total = get_dtype_size(buffer.get_dtype())
-        for size in buffer.get_size():
-            total *= _size_hint(size)
-        capped[name] = min(sum(by_index.values()), total)
+        size = get_dtype_size(buffer.get_dtype()) * math.prod(map(_size_hint, buffer.get_size()))
+        capped[name] = min(sum(by_index.values()), size)
     return capped
+
+
+def _num_points(node: Any) -> int:
+    """Points of a node's iteration space, reduced dimensions included."""
+    pointwise, reduced = node.get_ranges()
+    return math.prod(map(_size_hint, (*pointwise, *reduced)))
 
 
 def _size_hint(size: Any) -> int:
@@ -305,8 +303,10 @@ def _with_values(
                     mark_synthesized(tensor)
             return outputs
         hosts = [host_view(a).clone() if isinstance(a, torch.Tensor) else a for a in args]
-        values = host_graph(hosts)
         outputs = call(args)
+        if not changed and all(isinstance(t, torch.Tensor) and is_synthesized(t) for t in outputs):
+            return outputs  # too large to hold values
+        values = host_graph(hosts)
         for index, tensor in zip(mutated, changed, strict=True):
             host_view(tensor).copy_(hosts[index])
             mark_real(tensor)

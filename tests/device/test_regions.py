@@ -131,6 +131,11 @@ def test_unknown_inputs_give_synthesized_values():
     assert tensors.is_synthesized(shifted)
 
 
+def test_large_results_of_real_values_stay_shape_only():
+    function = compiled(lambda x: x.expand(2**20, 4) + 1)
+    assert tensors.is_shape_only(function(torch.ones(4, device="cuda")))
+
+
 def test_dropout_draws_real_numbers():
     function = compiled(lambda x: F.dropout(x, 0.5))
     dropped = function(torch.ones(4096, device="cuda")).cpu()
