@@ -62,8 +62,10 @@ def _fail(text: str, status: int) -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    # A second signal, while the children are being ended, has the default effect.
-    signal.signal(number, signal.SIG_DFL)
+    # While the children are being ended: a second Ctrl-C ends this process at once; SIGTERM is what torchrun sends
+    # after a Ctrl-C that it got as well.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Interrupted(number)
 
 

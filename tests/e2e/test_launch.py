@@ -357,6 +357,28 @@ def test_interrupted_children_end_and_finished_slices_are_reused(place, number, 
     assert "slice rank 0 taken from the cache" in err
 
 
+def test_ctrl_c_under_torchrun(place):
+    child = subprocess.Popen(
+        place.command("train.py", "--sleep", 1000, launcher=[*TORCHRUN, "1"]),
+        cwd=place.path,
+        env=place.env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: (place.out / "slices/0/facts.json").exists())
+        os.killpg(child.pid, signal.SIGINT)  # As a terminal does: the launcher and the conductor.
+        _, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode != 0
+    assert "prism: stopped by SIGINT" in err
+    wait_for(lambda: not slice_processes(place), timeout=10)
+    assert place.info()["status"] == "interrupted"
+
+
 def test_children_do_not_outlive_a_killed_conductor(place):
     child = subprocess.Popen(
         place.command("train.py", "--sleep", 1000),
