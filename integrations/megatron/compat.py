@@ -188,6 +188,25 @@ def _no_writer(session: Session, original: Any, module: ModuleType) -> Any:
     return set_writer
 
 
+def _no_progress_log(session: Session, original: Any, module: ModuleType) -> Any:
+    """``progress.txt`` in the checkpoint directory tells a real job's later runs how far it came."""
+
+    def append_to_progress_log(*args: Any, **kwargs: Any) -> None:
+        session.context.assume("nothing is appended to the job's progress log")
+
+    return functools.wraps(original)(append_to_progress_log)
+
+
+def _no_straggler_detector(session: Session, original: Any, module: ModuleType) -> Any:
+    """The detector reads clocks, power and temperature of the GPU and compares ranks, all but one virtual."""
+
+    @functools.wraps(original)
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+        session.context.assume("the straggler detector stays off")
+
+    return nothing
+
+
 # --- norms without Apex or Transformer Engine ---
 
 
@@ -253,6 +272,9 @@ HOOKS = (
     ),
     ("megatron.training.utils", "get_batch_on_this_tp_rank", _batch_of_tp_rank, "batches of a virtual peer"),
     ("megatron.training.global_vars", "_set_tensorboard_writer", _no_writer, "writers are harmless"),
+    ("megatron.core.utils", "StragglerDetector.configure", _no_straggler_detector, "reads the real GPU"),
+    ("megatron.core.utils", "StragglerDetector.report", _no_straggler_detector, "reads the real GPU"),
+    ("megatron.training.utils", "append_to_progress_log", _no_progress_log, "writers are harmless"),
     ("megatron.training.global_vars", "_set_wandb_writer", _no_writer, "writers are harmless"),
     (
         "megatron.core.transformer.torch_norm",

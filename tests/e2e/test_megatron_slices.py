@@ -137,6 +137,26 @@ def test_unmodified_pretrain_gpt(tmp_path: Path, name: str):
         assert any("experts are equally loaded" in text for text in result.report.assumptions)
 
 
+@needs_megatron_lm
+def test_what_a_real_job_switches_on_does_not_disturb(tmp_path: Path):
+    """Checkpoints, evaluation, writers, fine timers and detectors neither fail nor leave anything behind."""
+    extras = (
+        f"--num-layers 2 --save {tmp_path}/ckpt --load {tmp_path}/ckpt --save-interval 1 --eval-interval 1"
+        f" --tensorboard-dir {tmp_path}/tb --log-timers-to-tensorboard --log-memory-to-tensorboard"
+        " --timing-log-level 2 --log-params-norm --log-num-zeros-in-grad --log-straggler --log-progress"
+        " --check-for-spiky-loss --manual-gc --global-batch-size 2"
+    )
+    script = MEGATRON_LM / "pretrain_gpt.py"
+    arguments = TRAINING_SIZES.replace("--eval-interval 1000", "")
+    result = run_slice(tmp_path / "slices", script, f"{arguments} {extras}", rank=0, world_size=1)
+    assert_ran(result)
+    said = " ".join(result.report.assumptions)
+    for word in ("checkpoints are not written", "evaluation is skipped", "nothing is written to TensorBoard"):
+        assert word in said
+    assert not (tmp_path / "tb").exists()
+    assert not list(tmp_path.glob("ckpt/*/*"))
+
+
 DUMP_SHARDS = """
 import json, os, runpy, sys
 from megatron.core.optimizer import distrib_optimizer
