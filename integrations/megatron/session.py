@@ -78,6 +78,9 @@ class Session:
             tag_model(self.context, chunk)
         for optimizer in self.optimizers:
             tag_optimizer(self.context, optimizer)
+        scratch = getattr(sys.modules.get("megatron.core.parallel_state"), "_GLOBAL_MEMORY_BUFFER", None)
+        for buffer in scratch.buffer.values() if scratch is not None else ():
+            self.context.tag(buffer, MemoryCategory.WORKSPACE)
 
 
 class _WhileIterating:

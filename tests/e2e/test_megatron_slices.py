@@ -99,6 +99,8 @@ def assert_ran(result: SliceResult) -> None:
     assert result.report.status == "ok", f"{result.report.message}\n{result.output}"
     assert result.report.steady
     assert result.report.num_ops > 0
+    tagged = {allocation.category for allocation in result.program.initial}
+    assert {"parameters", "gradients", "optimizer_state"} <= tagged
 
 
 @pytest.mark.parametrize("name", CORE_CASES)
