@@ -326,7 +326,7 @@ class _Parser:
             if block is None:
                 continue
             depends = _depends(block)
-            if depends and (len(sizes) > 1 or length == 1):
+            if depends and (len(sizes) > 1 or (length == 1 and self._single_fits(at, block[0], sizes))):
                 return Loop(names, block, backward)
             frees = {event.what[0] for event in block if event.kind == EventKind.FREE} - {-1}
             if len(sizes) > 1 and not depends:
@@ -345,6 +345,13 @@ class _Parser:
             if releases and len(_resolve(item.names, self._lists)) > 1:
                 return item.backward
         return None
+
+    def _single_fits(self, at: int, event: AbstractEvent, sizes: tuple[int, ...]) -> bool:
+        """A lone allocation may have the size of a fragment by chance, but not right before an op on its list."""
+        if event.kind != EventKind.ALLOC:
+            return True
+        kind, _, _, ref, _ = self._rows[at + 1] if at + 1 < len(self._rows) else (EventKind.HOST, 0, 0, 0, 0)
+        return kind == EventKind.KERNEL and _is_list_op_on(self._signatures[ref], sizes)
 
     def _loop_before(self) -> Loop | None:
         return next((item for item in reversed(self._items) if isinstance(item, Loop)), None)
@@ -433,7 +440,7 @@ def _turned(sizes: tuple[int, ...], backward: bool) -> tuple[int, ...]:
 
 def _linear(values: list[int], sizes: tuple[int, ...]) -> tuple[int, int] | None:
     """(bytes per element, constant) that gives these values for these sizes."""
-    for per_element in (4, 2, 8, 1):
+    for per_element in (4, 2, 8):
         if all(value == per_element * n for value, n in zip(values, sizes, strict=True)):
             return (per_element, 0)
     return (0, values[0]) if len(set(values)) == 1 else None
@@ -448,6 +455,10 @@ def _resolve(names: tuple[tuple, ...], lists: Lists) -> tuple[int, ...]:
             else f"another rank has no list {names[0]}"
         )
     return found.pop()
+
+
+def _is_list_op_on(signature: OpSignature, sizes: tuple[int, ...]) -> bool:
+    return takes_lists(signature.op) and _gather(signature, sizes) is not None
 
 
 def _map_tensors(signature: OpSignature, change) -> OpSignature:

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from prism_plugins.errors import CannotDeriveError
@@ -34,7 +34,7 @@ def test_every_rank_comes_from_one(tp_first, num_ranks):
         assert compare_programs(derived, program) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     layers=st.lists(
         st.tuples(
