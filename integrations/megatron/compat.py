@@ -238,7 +238,26 @@ def _torch_norm(session: Session, original: Any, module: ModuleType) -> Any:
     return new
 
 
+def _next_batch(session: Session, original: Any, module: ModuleType) -> Any:
+    """A slice never reruns an iteration: drop the micro-batches Megatron keeps for that, which with dense
+    attention masks are hundreds of MiB of host memory an iteration."""
+
+    @functools.wraps(original)
+    def __next__(self: Any) -> Any:
+        batch = original(self)
+        self.saved_microbatches.clear()
+        return batch
+
+    return __next__
+
+
 HOOKS = (
+    (
+        "megatron.core.rerun_state_machine",
+        "RerunDataIterator.__next__",
+        _next_batch,
+        "micro-batches kept for a rerun",
+    ),
     ("megatron.core.datasets.utils", "compile_helpers", _compile_helpers, "slices compile at the same time"),
     ("megatron.legacy.fused_kernels", "load", _load_fused_kernels, "asks nvcc for its version"),
     ("megatron.training.training", "save_checkpoint", _save_checkpoint, "checkpoints are emulated"),
