@@ -29,6 +29,7 @@ def job_facts(session: Session, model: list[Any], config: Any, batch: BatchShape
     """The facts of the job whose model (this rank's chunks) and configuration these are."""
     sizes = session.sizes
     layout = make_layout(session.context.spec.world_size, sizes, num_microbatches=batch.num_microbatches)
+    _say_unknown_sharding(session, model)
     return JobFacts(
         framework="megatron",
         layout=layout,
@@ -66,6 +67,22 @@ def _stages(
         StageInfo(fingerprint=text, schedule=schedule)
         for text, schedule in zip(fingerprints, schedules, strict=True)
     )
+
+
+def _say_unknown_sharding(session: Session, model: list[Any]) -> None:
+    """State that is sharded in a way that is not computed here: all data-parallel ranks count as the sliced one."""
+    ddp = getattr(model[0], "ddp_config", None)
+    ways = {
+        "Megatron FSDP": getattr(ddp, "use_megatron_fsdp", False),
+        "torch FSDP2": type(model[0]).__name__ == "TorchFullyShardedDataParallel",
+        "the layer-wise distributed optimizer": session.layer_wise_optimizer,
+    }
+    for name, is_used in ways.items():
+        if is_used:
+            session.context.assume(
+                f"{name} shards differently from rank to rank: every data-parallel rank is taken to hold as much "
+                "as the sliced one"
+            )
 
 
 def _aligns_param_gather(model: list[Any]) -> bool:

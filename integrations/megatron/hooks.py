@@ -92,6 +92,13 @@ def hook_table() -> list[Hook]:
             "parameter groups before they are sharded",
         ),
         Hook(
+            "megatron.core.optimizer.layer_wise_optimizer",
+            "LayerWiseDistributedOptimizer.__init__",
+            _layer_wise_init,
+            "sharding that is not computed",
+            required=False,
+        ),
+        Hook(
             "torch.optim.optimizer",
             "register_optimizer_step_pre_hook",
             _torch_optimizer,
@@ -255,6 +262,15 @@ def _distributed_optimizer_init(session: Session, original: Any, module: ModuleT
     def init(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         setattr(self, ORIGINAL_GROUPS, remember_param_groups(optimizer))
         original(self, optimizer, *args, **kwargs)
+
+    return init
+
+
+def _layer_wise_init(session: Session, original: Any, module: ModuleType) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        session.layer_wise_optimizer = True
+        original(self, *args, **kwargs)
 
     return init
 

@@ -29,6 +29,8 @@ class Session:
         self.sizes = ParallelSizes()
         self.optimizers: list[Any] = []
         """Megatron optimizers that hold parameters, in the order they were built."""
+        self.layer_wise_optimizer = False
+        """An optimizer was built that gives whole layers to data-parallel ranks."""
         self.in_training_loop = False
         """``megatron.training`` runs the loop: iterations are its ``train_step`` calls."""
         self.tracker = PhaseTracker(_WhileIterating(self))
