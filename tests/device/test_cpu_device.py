@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from prism_plugins.capture.recorder import get_recorder
-from prism_plugins.device.tensors import host_view, is_shape_only
+from prism_plugins.device.tensors import host_view, is_shape_only, is_synthesized
 
 DEVICE = "cpu"
 
@@ -69,3 +70,21 @@ def test_attention_backends_agree_with_the_reference():
     z.sum().backward()
     assert torch.equal(host_view(y), z.detach())
     assert torch.equal(host_view(q.grad), p.grad)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rms_norm_and_its_gradients_agree_with_the_reference(weighted):
+    """The fused backward has no CPU kernel in torch."""
+    x = torch.randn(3, 5, 16, device="cuda", requires_grad=True)
+    weight = torch.randn(16, device="cuda", requires_grad=True) if weighted else None
+    y = F.rms_norm(x, (16,), weight)
+    (y * y.detach().roll(1)).sum().backward()
+    leaves = [t for t in (x, weight) if t is not None]
+    copies = [host_view(t).clone().requires_grad_() for t in leaves]
+    p, w = copies[0], copies[1] if weighted else None
+    z = F.rms_norm(p, (16,), w)
+    (z * z.detach().roll(1)).sum().backward()
+    torch.testing.assert_close(host_view(y), z.detach())
+    for got, expected in zip(leaves, copies, strict=True):
+        assert not is_synthesized(got.grad)
+        torch.testing.assert_close(host_view(got.grad), expected.grad)

@@ -171,26 +171,6 @@ std::optional<at::Generator> generator_argument(const OpPlan& plan, const IValue
 
 // ---------------------------------------------------------------- computed on the CPU
 
-Tensor native_dropout_mask(const Tensor& input, double p) {
-  auto mask = at::empty_like(input, at::TensorOptions().dtype(at::kBool));
-  mask.bernoulli_(1.0 - p, cpu_generator(std::nullopt));
-  return mask;
-}
-
-// The CPU's native_dropout draws from the CPU's generator; ours must not.
-void native_dropout(Stack& stack) {
-  Tensor input = stack[0].toTensor();
-  double p = stack[1].toDouble();
-  bool train = stack[2].isNone() || stack[2].toBool();
-  if (!train || p == 0) {
-    stack = {input.clone(), at::empty_like(input, at::TensorOptions().dtype(at::kBool)).fill_(true)};
-    return;
-  }
-  Tensor mask = native_dropout_mask(input, p);
-  double scale = p == 1 ? 0 : 1 / (1 - p);
-  stack = {input.mul(mask).mul_(scale), mask};
-}
-
 void set_geometry(const Tensor& t, const Tensor& like) {
   if (t.sizes() != like.sizes()) resize_tensor(t, like.sizes(), like.strides());
 }
@@ -215,7 +195,7 @@ bool compute(const OpPlan& plan, const IValue* args, const Inputs& inputs, Stack
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     try {
-      if (plan.name == "aten::native_dropout") native_dropout(stack);
+      if (plan.host_kernel) plan.host_kernel(stack);
       else plan.op.callBoxed(&stack);
     } catch (const c10::NotImplementedError&) {
       return false;

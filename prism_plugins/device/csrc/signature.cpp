@@ -93,6 +93,7 @@ OpPlan::OpPlan(const c10::OperatorHandle& handle) : op(handle) {
     if (written < 0) only_writes = false;
   }
   fused_attention = is_fused_attention(name);
+  host_kernel = host_kernel_of(name);
   policy = policy_of(name);
   sizes_by_values = prism::sizes_by_values(name);
   reads_back = prism::reads_back(name);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "host_kernels.h"
 #include "policies.h"
 
 namespace prism {
@@ -35,6 +36,7 @@ struct OpPlan {
   bool sizes_by_values = false;
   bool reads_back = false;       // the host waits for the result
   bool fused_attention = false;
+  HostKernel host_kernel = nullptr;  // computes on the CPU in place of torch's kernel
   mutable std::atomic<bool> no_cpu_kernel{false};  // found out by trying
   bool masks = false;            // takes indices that may be masks
 };
