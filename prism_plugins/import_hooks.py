@@ -16,6 +16,7 @@ class ImportHooks(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self._hooks: dict[str, list[Hook]] = {}
+        self._finding: set[str] = set()
 
     def install(self) -> None:
         """Put this finder first."""
@@ -37,16 +38,21 @@ class ImportHooks(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Find as the other finders do; for a hooked name, wrap the loader's ``exec_module``."""
-        if fullname not in self._hooks:
+        # Another tool's finder of this kind asks all finders too, us included.
+        if fullname not in self._hooks or fullname in self._finding:
             return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    self._wrap(spec.loader)
-                return spec
+        self._finding.add(fullname)
+        try:
+            for finder in sys.meta_path:
+                if finder is self or not hasattr(finder, "find_spec"):
+                    continue
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    if spec.loader is not None:
+                        self._wrap(spec.loader)
+                    return spec
+        finally:
+            self._finding.discard(fullname)
         return None
 
     def _wrap(self, loader: importlib.abc.Loader) -> None:

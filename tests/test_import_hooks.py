@@ -1,6 +1,7 @@
 """Hooks run after the import, once, and leave the module's loader whole."""
 
 import importlib
+import importlib.abc
 import inspect
 import runpy
 import sys
@@ -50,6 +51,28 @@ def test_a_hook_may_replace_what_the_module_offers(hooks):
     from hooked_pkg.part import f
 
     assert f() == 2
+
+
+def test_gets_along_with_another_tools_hooks(hooks):
+    class Asking(importlib.abc.MetaPathFinder):
+        """As ours: lets all other finders find."""
+
+        def find_spec(self, name, path, target=None):
+            others = (f for f in sys.meta_path if f is not self)
+            return next((spec for f in others if (spec := f.find_spec(name, path, target))), None)
+
+    seen = []
+    hooks.add("hooked_pkg.part", seen.append)
+    for place in (0, len(sys.meta_path)):
+        other = Asking()
+        sys.meta_path.insert(place, other)
+        try:
+            module = importlib.import_module("hooked_pkg.part")
+        finally:
+            sys.meta_path.remove(other)
+        assert seen == [module]
+        seen.clear()
+        del sys.modules["hooked_pkg.part"]
 
 
 def test_source_stays_visible_and_dash_m_works(hooks):
