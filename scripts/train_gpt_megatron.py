@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 --nnodes 8 scripts/train_gpt_megatron.py \
         --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --global-batch-size 16
 
-Needs megatron-core only (neither Transformer Engine nor Apex).
+Needs megatron-core only (neither Transformer Engine nor Apex); with --num-experts, Transformer Engine too.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def parse_args() -> argparse.Namespace:
     model.add_argument("--num-attention-heads", type=int, default=32)
     model.add_argument("--seq-length", type=int, default=4096)
     model.add_argument("--vocab-size", type=int, default=50304)
+    model.add_argument("--num-experts", type=int, default=None, help="experts a layer; none: a dense model")
+    model.add_argument("--moe-router-topk", type=int, default=2)
     layout = parser.add_argument_group("layout")
     layout.add_argument("--tensor-model-parallel-size", type=int, default=8)
     layout.add_argument("--pipeline-model-parallel-size", type=int, default=4)
@@ -54,6 +56,7 @@ def parse_args() -> argparse.Namespace:
         default=None,
         help="model chunks per pipeline rank",
     )
+    layout.add_argument("--expert-model-parallel-size", type=int, default=1)
     layout.add_argument("--use-distributed-optimizer", action="store_true")
     layout.add_argument("--recompute", action="store_true", help="recompute every layer in backward")
     train = parser.add_argument_group("training")
@@ -72,6 +75,7 @@ def initialize(args: argparse.Namespace) -> None:
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
     )
     init_num_microbatches_calculator(
         rank=torch.distributed.get_rank(),
@@ -93,6 +97,14 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        # Megatron trains experts with tensor parallelism only together with sequence parallelism.
+        sequence_parallel=args.num_experts is not None and args.tensor_model_parallel_size > 1,
+        num_moe_experts=args.num_experts,
+        moe_ffn_hidden_size=args.ffn_hidden_size if args.num_experts else None,
+        moe_router_topk=args.moe_router_topk,
+        moe_token_dispatcher_type="alltoall",
+        moe_aux_loss_coeff=1e-2,
         overlap_p2p_comm=args.virtual_pipeline_model_parallel_size is not None,
         batch_p2p_comm=args.virtual_pipeline_model_parallel_size is None,
         recompute_granularity="full" if args.recompute else None,
@@ -126,7 +138,9 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[Dis
         vp_stage = chunk if args.virtual_pipeline_model_parallel_size else None
         model = GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization=config.normalization),
+            transformer_layer_spec=get_gpt_layer_local_spec(
+                num_experts=args.num_experts, normalization=config.normalization
+            ),
             vocab_size=args.vocab_size,
             max_sequence_length=args.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -161,7 +175,8 @@ def mock_batches(args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
 
 def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = output.float().mean()
-    return loss, {"lm loss": loss.detach()}
+    # A copy: the scheduler divides the loss by the number of micro-batches in place.
+    return loss, {"lm loss": loss.detach().clone()}
 
 
 def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module):
