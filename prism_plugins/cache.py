@@ -26,6 +26,7 @@ from prism_plugins.program.model import SCHEMA
 from prism_plugins.program.slices import SliceReport, SliceSpec
 from prism_plugins.rundir import SliceDir, read_json, write_json
 from prism_plugins.slice_env import slice_environment
+from prism_plugins.user_cache import cache_folders
 
 DEFAULT_CAP_BYTES = 4 * 2**30
 _HASHED_WHOLE_BYTES = 64 * 2**20
@@ -181,8 +182,12 @@ def default_root() -> Path:
     """PRISM_SLICE_CACHE, or XDG_CACHE_HOME/prism_plugins/slices."""
     if own := os.environ.get("PRISM_SLICE_CACHE"):
         return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "prism_plugins" / "slices"
+    folders = cache_folders()
+    if not folders:
+        raise PrismError(
+            "no place to keep slices for later runs: set XDG_CACHE_HOME, or use --prism-no-cache"
+        )
+    return folders[0] / "slices"
 
 
 def slice_key(spec: SliceSpec) -> str:
@@ -269,7 +274,7 @@ def _stamp(path: Path, *, with_mtime: bool = True) -> FileStamp:
         path=str(path),
         size=status.st_size,
         mtime_ns=status.st_mtime_ns if with_mtime or not small else 0,
-        digest=_digest(path) if small else "",
+        digest=_digest(path) if small and os.access(path, os.R_OK) else "",
     )
 
 

@@ -21,6 +21,7 @@ from prism_plugins import __version__
 from prism_plugins.device.build import find_torch
 from prism_plugins.emit.console import gib, make_console, show
 from prism_plugins.errors import PrismError
+from prism_plugins.user_cache import cache_folders
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "cyan"), "problem": ("PROBLEM", "bold red")}
 _MIN_TORCH = (2, 11)
@@ -233,7 +234,10 @@ _EXAMINERS: tuple[Callable[[], Iterator[Check]], ...] = (
 
 def cache_root() -> Path:
     """Where the compiled virtual GPU lies."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prism_plugins"
+    folders = cache_folders()
+    if not folders:
+        raise PrismError("there is no home directory and no temporary one to keep it in: set XDG_CACHE_HOME")
+    return folders[0]
 
 
 def _version(distribution: str) -> str:

@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from prism_plugins.errors import PrismError
+from prism_plugins.user_cache import cache_folders
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility-inlines-hidden", "-DAT_PER_OPERATOR_HEADERS")
@@ -60,7 +61,7 @@ def library_path(torch: TorchBuild) -> Path:
         PrismError: no compiler, no place to write, or the compilation failed.
     """
     name = f"torch-{torch.version}-{_source_hash(torch)}"
-    for cache in _cache_dirs():
+    for cache in cache_folders():
         path = cache / name / "libprism_cuda.so"
         if path.exists():
             return path
@@ -116,16 +117,11 @@ def _source_hash(torch: TorchBuild) -> str:
     return digest.hexdigest()[:16]
 
 
-def _cache_dirs() -> list[Path]:
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return [Path(home) / "prism_plugins", Path(tempfile.gettempdir()) / f"prism_plugins-{os.getuid()}"]
-
-
 def _writable_cache() -> Path:
     tried = []
-    for cache in _cache_dirs():
+    for cache in cache_folders():
         try:
-            cache.mkdir(parents=True, exist_ok=True)
+            cache.mkdir(mode=0o755, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=cache):
                 pass
         except OSError as error:
@@ -135,7 +131,8 @@ def _writable_cache() -> Path:
             _say(f"cannot write to {tried[0]}; the compiled backend goes to {cache}")
         return cache
     raise PrismError(
-        f"no place to keep the compiled backend: {', '.join(tried)}; set XDG_CACHE_HOME to a writable directory"
+        f"no place to keep the compiled backend: {', '.join(tried) or 'no home directory'}; "
+        "set XDG_CACHE_HOME to a writable directory"
     )
 
 

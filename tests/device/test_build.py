@@ -57,10 +57,10 @@ def test_compiler_errors_name_the_cause(tmp_path):
 def test_unwritable_cache_falls_back_and_says_where(monkeypatch, tmp_path, capsys):
     file = tmp_path / "not_a_directory"
     file.write_text("")
-    monkeypatch.setattr(build, "_cache_dirs", lambda: [file / "cache", tmp_path / "second"])
+    monkeypatch.setattr(build, "cache_folders", lambda: [file / "cache", tmp_path / "second"])
     assert build._writable_cache() == tmp_path / "second"
     assert str(tmp_path / "second") in capsys.readouterr().err
-    monkeypatch.setattr(build, "_cache_dirs", lambda: [file / "one", file / "two"])
+    monkeypatch.setattr(build, "cache_folders", lambda: [file / "one", file / "two"])
     with pytest.raises(PrismError, match="XDG_CACHE_HOME"):
         build._writable_cache()
 
@@ -72,7 +72,7 @@ def test_one_process_builds_and_the_others_wait(tmp_path, monkeypatch):
         calls.append(path)
         path.write_text("")
 
-    monkeypatch.setattr(build, "_cache_dirs", lambda: [tmp_path])
+    monkeypatch.setattr(build, "cache_folders", lambda: [tmp_path])
     monkeypatch.setattr(build, "_compile", fake_compile)
     torch = build.find_torch()
     assert build.library_path(torch) == build.library_path(torch)
