@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
 from prism_plugins import __version__
 from prism_plugins.errors import PrismError
+from prism_plugins.streams import give_up, prepare_streams
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -36,6 +36,7 @@ To make a prediction, add the flag to a launch (`python -m prism_plugins.run --p
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. User mistakes are one line on stderr and status 2."""
+    prepare_streams()
     parser = make_parser()
     arguments = parser.parse_args(argv)
     try:
@@ -46,8 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     except BrokenPipeError:
         # The reader (head, less) went away; nothing more may be written, not even at interpreter exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        give_up(sys.stdout)
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        give_up(sys.stdout)
+        what = error.filename or "the output cannot be written"
+        print(f"prism: error: {what}: {error.strerror}", file=sys.stderr)
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return status

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
-from prism_plugins.options import TABLE
+from prism_plugins.options import TABLE, Option
+from prism_plugins.streams import PipeConsole
 
 _EXAMPLES = (
     (
@@ -26,31 +27,53 @@ _EXAMPLES = (
 )
 
 
+WIDTH_WITHOUT_TERMINAL = 110
+_NARROW = 90
+"""Below this many columns the meaning of a flag stands under it instead of beside it."""
+
+
 def print_help() -> None:
     """Print the help to stdout."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console = Console(file=sys.stdout, highlight=False, width=WIDTH_WITHOUT_TERMINAL)
     console.print("[bold]Prism: emulate a training job of any size with the launch you already use.[/bold]\n")
     console.print(
         "A few ranks of the job (slices) run your unmodified script on a virtual GPU; every other rank follows "
         "by symmetry; the whole job is simulated. You get the iteration time, the memory of every rank, your "
         "framework's own log at target scale, and traces.\n"
     )
-    table = Table(box=None, show_header=True, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("flag", no_wrap=True)
-    table.add_column("environment", no_wrap=True)
-    table.add_column("default")
-    table.add_column("meaning")
-    for option in TABLE:
-        flag = f"{option.flag} {option.metavar}".strip()
-        table.add_row(
-            escape(flag), "" if option.name == "help" else option.env, option.default, escape(option.help)
-        )
-    # Off a terminal the table keeps its natural width, so that grep sees whole lines.
-    console.print(table, width=None if console.is_terminal else 200)
+    _print_flags(console)
     console.print(
-        "\nA flag wins over its environment twin; switches take 1 or 0 there. The script never sees them."
+        "\nA flag wins over its environment twin (in brackets); switches take 1 or 0 there. "
+        "The script never sees them."
     )
     console.print("\n[bold]Examples[/bold]")
     for what, command in _EXAMPLES:
         console.print(f"  {what}", soft_wrap=True)
         console.print(f"    {escape(command)}", style="cyan", soft_wrap=True)
+
+
+def _print_flags(console: Console) -> None:
+    if console.width < _NARROW:
+        for option in TABLE:
+            console.print(_flag(option))
+            console.print(Padding(_meaning(option), (0, 0, 0, 4)))
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    for option in TABLE:
+        table.add_row(_flag(option), _meaning(option))
+    console.print(table)
+
+
+def _flag(option: Option) -> str:
+    return f"[bold]{option.flag}[/bold] {escape(option.metavar)}".strip()
+
+
+def _meaning(option: Option) -> str:
+    default = f" Default: {escape(option.default)}." if option.default not in ("", "off", "required") else ""
+    required = " Required." if option.default == "required" else ""
+    twin = "" if option.name == "help" else f" [dim]{escape(f'[{option.env}]')}[/dim]"
+    return f"{escape(option.help)}{required}{default}{twin}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prism_plugins.program.slices import SliceReport
+from prism_plugins.streams import losing_output
 
 
 class Progress:
@@ -61,9 +61,8 @@ class Progress:
             self._print_above(text)
             return
         stream = sys.stderr if is_error else sys.stdout
-        with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
+        with self._lock, losing_output(stream):
             stream.write(text + "\n")
-            stream.flush()
 
     def note(self, text: str) -> None:
         """A line of prism's own."""

@@ -16,6 +16,7 @@ from prism_plugins.emit.prediction_json import write_prediction
 from prism_plugins.emit.ranks import format_ranks
 from prism_plugins.program.prediction import Prediction
 from prism_plugins.rundir import RunDir
+from prism_plugins.streams import losing_output
 
 MAX_TRACE_ROWS = 1_000_000
 """Program rows traced by default, over all classes: about 10 s. ``prism trace`` writes any other rank."""
@@ -38,7 +39,6 @@ def emit_all(
     write_prediction(rundir.prediction, prediction)
     if log_lines:
         write_predicted_log(rundir.predicted_log, log_lines, prediction)
-        console.print(log_text(log_lines, prediction), markup=False, soft_wrap=True, end="")
     ranks, left_out = view.ranks_to_trace(max_events=MAX_TRACE_ROWS)
     if ranks:
         write_traces(rundir, view, ranks)
@@ -50,7 +50,10 @@ def emit_all(
                 f"{left_out} of {len(view.job.classes)} classes have no trace yet: too long to write them all",
             )
         )
-    print_summary(prediction, files=files, console=console)
+    with losing_output(console.file):
+        if log_lines:
+            console.print(log_text(log_lines, prediction), markup=False, soft_wrap=True, end="")
+        print_summary(prediction, files=files, console=console)
 
 
 def written_files(rundir: RunDir) -> list[tuple[str, str]]:

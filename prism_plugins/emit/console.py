@@ -13,6 +13,7 @@ from rich.text import Text
 
 from prism_plugins.emit.ranks import shorten_ranks
 from prism_plugins.program.prediction import ClassMemory, Finding, Prediction
+from prism_plugins.streams import PipeConsole
 
 WIDTH_WITHOUT_TERMINAL = 110
 MAX_ASSUMPTIONS = 12
@@ -31,9 +32,9 @@ def make_console(file: TextIO | None = None) -> Console:
         file, "reconfigure"
     ):
         file.reconfigure(errors="replace")
-    console = Console(file=file, highlight=False, soft_wrap=False)
+    console = PipeConsole(file=file, highlight=False, soft_wrap=False)
     if not console.is_terminal:
-        console = Console(file=file, highlight=False, width=WIDTH_WITHOUT_TERMINAL, no_color=True)
+        console = PipeConsole(file=file, highlight=False, width=WIDTH_WITHOUT_TERMINAL, no_color=True)
     return console
 
 
