@@ -13,6 +13,9 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+ARMED = "PRISM_ARMED"
+"""Set for a conductor that the flags in a launch started, not the user by hand."""
+
 LAUNCHER_SCRIPTS = frozenset(
     [
         "torchrun",
@@ -157,7 +160,7 @@ def take_over() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    os.execve(sys.executable, [sys.executable, *words], os.environ.copy())
+    os.execve(sys.executable, [sys.executable, *words], os.environ | {ARMED: "1"})
 
 
 def conductor_arguments(line: CommandLine, argv: Sequence[str]) -> list[str] | None:

@@ -23,7 +23,7 @@ def arm() -> None:
 def _requested() -> bool:
     if SLICE_MARKER in os.environ:
         return False
-    if os.environ.get("PRISM_EMULATE", "").lower() in ("1", "true", "yes", "on"):
+    # What is neither on nor off, and any flag of ours without --prism-emulate, is a mistake that take_over tells.
+    if os.environ.get("PRISM_EMULATE", "").lower() not in ("", "0", "false", "no", "off"):
         return True
-    arguments = getattr(sys, "orig_argv", ())
-    return "--prism-emulate" in arguments or "--prism-help" in arguments
+    return any(word.startswith("--prism-") for word in getattr(sys, "orig_argv", ()))

@@ -23,6 +23,7 @@ from prism_plugins.predict import Evidence, predict, predict_memory
 from prism_plugins.program.slices import JobFacts
 from prism_plugins.progress import Progress
 from prism_plugins.rundir import RunDir, create
+from prism_plugins.script import check_script
 from prism_plugins.slice_plan import check_facts, dependencies, plan_audited, plan_slices
 from prism_plugins.slice_pool import SlicePool
 from prism_plugins.slice_runner import Executor, SliceRunner
@@ -36,6 +37,7 @@ def conduct(job: Job) -> int:
         SliceFailed: a slice crashed.
         Interrupted: Ctrl-C or SIGTERM; children were ended, finished slices are kept.
     """
+    check_script(job.run_as, job.argv[0])
     launch = launch_from_environment()
     options = job.options
     cluster = load_cluster(options.cluster)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from prism_plugins.arming import ARMED
 from prism_plugins.errors import PrismError
 
 MAX_WORLD_SIZE = 1 << 20
@@ -186,7 +187,7 @@ def parse_command(words: Sequence[str], environ: Mapping[str, str] = os.environ)
         PrismError: one line for an unknown flag, a missing or bad value, or no script.
     """
     given, rest = _split(words)
-    if given.get("help") is not None:
+    if given.get("help") is not None or rest in (["-h"], ["--help"]):
         return None
     values: dict[str, Any] = {}
     for option in TABLE:
@@ -198,12 +199,19 @@ def parse_command(words: Sequence[str], environ: Mapping[str, str] = os.environ)
                 values[option.name] = option.parse(text)
             except ValueError as error:
                 raise PrismError(f"{source} {error}") from None
+    if environ.get(ARMED) and not values.get("emulate"):
+        named = ", ".join(
+            dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--prism-"))
+        )
+        raise PrismError(f"{named} without --prism-emulate; add it, or leave them all out to train for real")
     if rest and rest[0] == "-m":
         run_as, rest = "module", rest[1:]
     else:
         run_as = "script"
     if not rest:
         raise PrismError("no script given; use: python -m prism_plugins.run SCRIPT … or --prism-help")
+    if rest[0].startswith("-"):
+        raise PrismError(f"{rest[0]} stands where the script belongs: python -m prism_plugins.run SCRIPT …")
     return Job(options=_options(values, environ), run_as=run_as, argv=tuple(rest))
 
 

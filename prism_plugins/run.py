@@ -14,18 +14,23 @@ import sys
 import time
 from types import FrameType
 
+from prism_plugins.arming import ARMED
 from prism_plugins.errors import Interrupted, PrismError, SliceFailed
 from prism_plugins.options import parse_command
+from prism_plugins.streams import give_up, prepare_streams
 
 
 def main() -> int:
     """Run the emulation that the command line asks for; returns the exit status."""
+    prepare_streams()
     try:
         job = parse_command(sys.argv[1:])
+        os.environ.pop(ARMED, None)
         if job is None:
             from prism_plugins.options_help import print_help
 
             print_help()
+            sys.stdout.flush()
             return 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _interrupt)
@@ -38,7 +43,7 @@ def main() -> int:
         return _fail(str(error), 1)
     except BrokenPipeError:
         # The reader of our output left (`| head`).
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        give_up(sys.stdout)
         return 128 + signal.SIGPIPE
     except Interrupted as stop:
         name = signal.Signals(stop.number).name

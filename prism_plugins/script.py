@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 import traceback
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 from prism_plugins.errors import PrismError
 from prism_plugins.program.slices import SliceSpec
@@ -26,18 +26,29 @@ def run_script(spec: SliceSpec) -> None:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
         return
     sys.argv = [target, *arguments]
-    if not os.path.isfile(target):
-        if os.path.isdir(target):
-            runpy.run_path(target, run_name="__main__")
-            return
-        raise PrismError(f"script {target} does not exist")
+    check_script(spec.run_as, target)
+    if os.path.isdir(target):
+        runpy.run_path(target, run_name="__main__")
+        return
     sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
     _run_file(os.path.abspath(target))
+
+
+def check_script(run_as: str, target: str) -> None:
+    """Raise :class:`PrismError` for a script that is not there. A module is only looked for where it is run."""
+    if run_as == "script" and not os.path.exists(target):
+        raise PrismError(f"script {target} does not exist")
 
 
 def script_traceback(error: BaseException) -> str:
     """The traceback from the script's own first frame on; whole when the script was not reached."""
     start = tb = error.__traceback__
+    if (
+        isinstance(error, SyntaxError)
+        and tb is not None
+        and _last(tb).tb_frame.f_code.co_filename == __file__
+    ):
+        return "".join(traceback.format_exception_only(error))  # The script itself; it has no frame yet.
     in_runpy = False
     while tb is not None:
         name = tb.tb_frame.f_code.co_filename
@@ -50,6 +61,12 @@ def script_traceback(error: BaseException) -> str:
             in_runpy = False
         tb = tb.tb_next
     return "".join(traceback.format_exception(type(error), error, start))
+
+
+def _last(tb: TracebackType) -> TracebackType:
+    while tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb
 
 
 def _exists(module: str) -> bool:

@@ -49,7 +49,8 @@ class Slice:
             pass
         except SystemExit as stop:
             if stop.code not in (None, 0):
-                self._failed("crashed", f"the script exited with status {stop.code}", "")
+                how = f"with status {stop.code}" if isinstance(stop.code, int) else f"saying: {stop.code}"
+                self._failed("crashed", f"the script exited {how}", "")
         except PrismError as error:
             self._failed("user_error", str(error), "")
         except KeyboardInterrupt:

@@ -62,6 +62,40 @@ def test_environment_switch_off(monkeypatch, value):
     assert not autoload._requested()
 
 
+@pytest.mark.parametrize(
+    "word", ["--prism-emulate", "--prism-emulate=yes", "--prism-emulat", "--prism-world-size=8"]
+)
+def test_any_flag_of_ours_arms(monkeypatch, word):
+    monkeypatch.delenv("PRISM_EMULATE", raising=False)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", word])
+    assert autoload._requested()
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "said"),
+    [
+        (["--prism-emulate=yes", "--prism-world-size", "8"], {}, "--prism-emulate takes no value"),
+        (["--prism-emulat", "--prism-world-size", "8"], {}, "did you mean --prism-emulate?"),
+        (["--lr", "1", "--prism-world-size=8"], {}, "--prism-world-size without --prism-emulate; add it"),
+        (["--prism-world-size=8"], {"PRISM_EMULATE": "0"}, "--prism-world-size without --prism-emulate"),
+        ([], {"PRISM_EMULATE": "maybe"}, "PRISM_EMULATE is a switch: 1 or 0, not 'maybe'"),
+    ],
+)
+def test_a_half_given_flag_never_trains_for_real(tmp_path, words, environ, said):
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nprint('trained for real')\n")
+    done = subprocess.run(
+        [sys.executable, str(script), *words],
+        cwd=tmp_path,
+        env=clean_environment(**environ),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert said in done.stderr
+    assert list(tmp_path.iterdir()) == [script]
+
+
 def test_slices_and_their_children_never_arm(monkeypatch):
     monkeypatch.setenv("PRISM_SLICE", "3")
     monkeypatch.setenv("PRISM_EMULATE", "1")

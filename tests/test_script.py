@@ -86,6 +86,13 @@ def test_the_traceback_begins_in_the_script(place):
     assert "no module named pkg.nothing" in done_module.stderr
 
 
+def test_a_syntax_error_shows_the_scripts_line_alone(place):
+    (place / "typo.py").write_text("x = 1\ndef f(:\n")
+    lines = run(place, "script", "typo.py", check=False).stdout.splitlines()
+    assert lines[0].strip() == f'File "{place}/typo.py", line 2'
+    assert lines[-1] == "SyntaxError: invalid syntax"
+
+
 @pytest.mark.parametrize(
     ("run_as", "target", "said"),
     [
