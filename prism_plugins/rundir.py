@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import fcntl
 import importlib.metadata
 import os
 import platform
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -138,28 +140,62 @@ def create(job: Job, *, now: datetime.datetime | None = None) -> RunDir:
     else:
         stamp = (now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S")
         stem = Path(job.argv[0]).stem if job.run_as == "script" else job.argv[0]
-        base = Path("prism_out") / f"{stamp}-{stem}"
-        path, n = base, 1
-        while path.exists():
-            n += 1
-            path = base.with_name(f"{base.name}-{n}")
-    rundir = RunDir(path.absolute())
-    if path.exists():
-        if not path.is_dir():
-            raise PrismError(f"--prism-out {path} is a file; name a directory")
-        if any(path.iterdir()) and not rundir.run.exists():
-            raise PrismError(
-                f"--prism-out {path} is not empty and not a run directory (no run.json); nothing was written"
-            )
-        if rundir.run.exists():
-            rundir.read_info()
+        path = _new_directory(Path("prism_out") / f"{stamp}-{stem}")
     with writing(path):
+        rundir = RunDir(path.absolute())
+        if path.exists():
+            if not path.is_dir():
+                raise PrismError(f"--prism-out {path} is a file; name a directory")
+            if _holds_anything(path) and not rundir.run.exists():
+                raise PrismError(
+                    f"--prism-out {path} is not empty and not a run directory (no run.json); nothing was written"
+                )
+            if rundir.run.exists():
+                rundir.read_info()
+        path.mkdir(parents=True, exist_ok=True)
+        _claim(rundir)
         rundir.clear()
-        rundir.slices.mkdir(parents=True, exist_ok=True)
+        rundir.slices.mkdir(exist_ok=True)
         # Only a real write tells: root passes permission checks on a read-only file system's directories.
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"prism")
     return rundir
+
+
+def _new_directory(base: Path) -> Path:
+    """Make ``base``, or ``base-2``, … where another run of the same second took it."""
+    path, n = base, 1
+    with writing(base):
+        base.parent.mkdir(exist_ok=True)
+        while True:
+            try:
+                path.mkdir()
+            except FileExistsError:
+                n += 1
+                path = base.with_name(f"{base.name}-{n}")
+            else:
+                return path
+
+
+def _holds_anything(path: Path) -> bool:
+    """Whether there is more than the empty folder of a run that was killed, or met a full disk, as it began."""
+    return any(
+        entry.name != "slices" or not entry.is_dir() or any(entry.iterdir()) for entry in path.iterdir()
+    )
+
+
+def _claim(rundir: RunDir) -> None:
+    """Keep other runs out of the directory as long as the object lives."""
+    descriptor = os.open(rundir.path, os.O_RDONLY)
+    weakref.finalize(rundir, os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise PrismError(
+            f"another run writes to {rundir.path} right now; wait for it or choose another --prism-out"
+        ) from None
+    except OSError:
+        return  # A file system without locks.
 
 
 @contextlib.contextmanager
@@ -185,7 +221,7 @@ def write_bytes(path: Path, data: bytes) -> None:
         try:
             temporary.write_bytes(data)
             os.replace(temporary, path)
-        except OSError:
+        except BaseException:  # Also Ctrl-C.
             temporary.unlink(missing_ok=True)
             raise
 
@@ -230,5 +266,5 @@ def read_json(path: Path, kind: type[T], *, versioned: bool = True) -> T:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise FileFormatError(f"{path} is not what it should be ({kind.__name__}): {error}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileFormatError(f"{path} is truncated or not JSON: {error}") from None

@@ -46,9 +46,39 @@ def test_info_says_how_a_run_ended(tmp_path, error, status):
 
 
 def test_an_earlier_run_directory_is_taken_over(tmp_path):
-    rundir = create(job(str(tmp_path)))
-    rundir.write_info(RunInfo(job=job()))
+    create(job(str(tmp_path))).write_info(RunInfo(job=job()))
     assert create(job(str(tmp_path))).path == tmp_path
+
+
+def test_a_run_that_was_killed_as_it_began_is_taken_over(tmp_path):
+    assert not create(job(str(tmp_path))).run.exists()
+    assert create(job(str(tmp_path))).path == tmp_path
+    (tmp_path / "slices/mine").mkdir()
+    with pytest.raises(PrismError, match="not empty"):
+        create(job(str(tmp_path)))
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path):
+    first = create(job(str(tmp_path)))
+    first.write_info(RunInfo(job=job()))
+    with pytest.raises(PrismError, match="right now; wait for it"):
+        create(job(str(tmp_path)))
+    assert first.run.exists()
+
+
+def test_a_name_too_long_is_one_line(tmp_path):
+    with pytest.raises(PrismError, match="File name too long"):
+        create(job(str(tmp_path / ("x" * 300))))
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise Interrupted(2)
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(Interrupted):
+        write_bytes(tmp_path / "x.json", b"1")
+    assert not list(tmp_path.iterdir())
 
 
 def test_foreign_directories_and_files_are_refused_untouched(tmp_path):
@@ -74,6 +104,7 @@ def test_reading_what_is_no_run_directory(tmp_path):
         (b"", "truncated or not JSON"),
         (b'{"schema": 1, "job": {"opti', "truncated or not JSON"),
         (b"\x00\x01\x02", "truncated or not JSON"),
+        (b'{"schema": 1, "x": ' + b"[" * 100_000, "truncated or not JSON: maximum recursion"),
         (b"[1, 2]", "not what it should be"),
         (b'{"job": 3}', "not what it should be"),
         (b'{"schema": 1, "job": 3}', "not what it should be"),
@@ -142,6 +173,7 @@ def test_a_new_run_in_an_old_directory_leaves_nothing_old(tmp_path):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")
+    del rundir
     create(job(str(tmp_path)))
     left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
     assert left == ["notes.txt"]

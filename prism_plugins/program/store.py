@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import os
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -65,12 +64,9 @@ def save_program(program: Program, path: str | Path) -> None:
         phases=program.phases,
         initial=program.initial,
     )
-    temporary: str | None = None
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False
-        ) as file:
-            temporary = file.name
+        with open(temporary, "wb") as file:
             np.savez(
                 file,
                 events=np.ascontiguousarray(program.events, dtype=EVENT_DTYPE),
@@ -78,8 +74,7 @@ def save_program(program: Program, path: str | Path) -> None:
             )
         os.replace(temporary, path)
     except OSError as error:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise PrismError(f"cannot write the program file {path}: {error.strerror or error}") from error
 
 
