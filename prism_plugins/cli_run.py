@@ -72,7 +72,7 @@ def load_view(rundir: RunDir) -> JobView:
         raise PrismError(
             f"the slices in {rundir.path} are not all that is needed ({error}); start the run again"
         ) from error
-    cluster = load_cluster(info.job.options.cluster)
+    cluster = info.cluster or load_cluster(info.job.options.cluster)
     costs = build_cost_model(cluster)
     timeline, faults = stages.simulate(job, costs)
     if timeline is None:

@@ -55,6 +55,7 @@ def launch_from_environment(environ: Mapping[str, str] = os.environ) -> Launch:
     try:
         rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         port = int(environ.get("MASTER_PORT", "0"))
+        local_world = int(environ.get("LOCAL_WORLD_SIZE", "1"))
     except (KeyError, ValueError):
         return Launch()
     host = environ.get("MASTER_ADDR", "")
@@ -63,7 +64,7 @@ def launch_from_environment(environ: Mapping[str, str] = os.environ) -> Launch:
     return Launch(
         rank=rank,
         world=world,
-        local_world=int(environ.get("LOCAL_WORLD_SIZE", "1")),
+        local_world=local_world,
         host=host,
         port=port,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

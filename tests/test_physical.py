@@ -31,7 +31,14 @@ def test_the_launch_is_read_from_the_environment():
 
 
 @pytest.mark.parametrize(
-    "change", [{"WORLD_SIZE": "1", "RANK": "0"}, {"RANK": ""}, {"MASTER_ADDR": ""}, {"MASTER_PORT": "x"}]
+    "change",
+    [
+        {"WORLD_SIZE": "1", "RANK": "0"},
+        {"RANK": ""},
+        {"MASTER_ADDR": ""},
+        {"MASTER_PORT": "x"},
+        {"LOCAL_WORLD_SIZE": "many"},
+    ],
 )
 def test_anything_else_is_a_single_process(change):
     assert launch_from_environment(TORCHRUN | change) == Launch()

@@ -18,6 +18,8 @@ from prism_plugins.errors import PrismError
 from prism_plugins.program.slices import GpuFacts
 
 DEFAULT_CLUSTER = "dgx-h100"
+_MAX_CHARACTERS = 1 << 20
+"""More is no description (``/dev/zero``, a data set given by mistake)."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,7 +129,8 @@ def load_cluster(name_or_path: str = DEFAULT_CLUSTER) -> Cluster:
             "or give the path of a .toml file"
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MAX_CHARACTERS)
     except (OSError, UnicodeDecodeError) as error:
         raise PrismError(f"cluster file {path}: cannot be read: {error}") from error
     return parse_cluster(text, source=str(path))
@@ -180,7 +183,7 @@ def _check_values(cluster: Cluster, *, source: str) -> None:
                         f"cluster {source}: key '{section}.{key}' must be a positive number, not {value}"
                     )
     for dtype, flops in cluster.gpu.peak_flops.items():
-        if not flops > 0:
+        if not 0 < flops < float("inf"):
             raise PrismError(
                 f"cluster {source}: key 'gpu.peak_flops.{dtype}' must be a positive number, not {flops}"
             )
