@@ -34,9 +34,9 @@ _NARROW = 90
 
 def print_help() -> None:
     """Print the help to stdout."""
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=False)
+    console = PipeConsole(file=sys.stdout, highlight=False, soft_wrap=False)
     if not console.is_terminal:
-        console = Console(file=sys.stdout, highlight=False, width=WIDTH_WITHOUT_TERMINAL)
+        console = PipeConsole(file=sys.stdout, highlight=False, width=WIDTH_WITHOUT_TERMINAL)
     console.print("[bold]Prism: emulate a training job of any size with the launch you already use.[/bold]\n")
     console.print(
         "A few ranks of the job (slices) run your unmodified script on a virtual GPU; every other rank follows "

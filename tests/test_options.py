@@ -103,6 +103,14 @@ def test_a_mistake_in_the_environment_names_the_variable():
 
 def test_help_wins_over_everything_else():
     assert parse("t.py --prism-help") is None
+    assert parse("--help") is None
+    assert parse("-h --prism-emulate") is None
+    assert parse("t.py --help --prism-world-size 8").argv == ("t.py", "--help")
+
+
+def test_an_option_in_the_place_of_the_script_is_named():
+    with pytest.raises(PrismError, match="--lr stands where the script belongs"):
+        parse("--lr 1 t.py --prism-world-size 8")
 
 
 def test_ranks():
@@ -121,7 +129,9 @@ def test_every_flag_and_its_twin_are_in_the_help():
     for option in TABLE:
         assert option.flag in out.stdout
         assert option.name == "help" or option.env in out.stdout
+        assert option.default in out.stdout or option.default in ("off", "required")
     assert "\x1b" not in out.stdout
+    assert max(map(len, out.stdout.splitlines())) < 130
 
 
 def test_mistakes_end_with_status_2_and_nothing_run(tmp_path):
