@@ -54,7 +54,7 @@ def print_help() -> None:
         console.print(f"    {escape(command)}", style="cyan", soft_wrap=True)
 
 
-def _print_flags(console: Console) -> None:
+def _print_flags(console: PipeConsole) -> None:
     if console.width < _NARROW:
         for option in TABLE:
             console.print(_flag(option))
