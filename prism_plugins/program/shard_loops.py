@@ -24,6 +24,8 @@ Lists = Mapping[tuple, tuple[int, ...]]
 FRAGMENT = -1
 """Stands for the number of elements of the fragment in the shape of a tensor."""
 _MAX_BLOCK = 16
+SMALLEST_FRAGMENT = 32
+"""Elements below which a single fragment cannot be told from other small tensors."""
 
 
 class AbstractEvent(NamedTuple):
@@ -326,7 +328,7 @@ class _Parser:
             if block is None:
                 continue
             depends = _depends(block)
-            if depends and (len(sizes) > 1 or (length == 1 and self._single_fits(at, block[0], sizes))):
+            if depends and (len(sizes) > 1 or length == 1) and self._made_for_list(at, block, sizes):
                 return Loop(names, block, backward)
             frees = {event.what[0] for event in block if event.kind == EventKind.FREE} - {-1}
             if len(sizes) > 1 and not depends:
@@ -346,12 +348,15 @@ class _Parser:
                 return item.backward
         return None
 
-    def _single_fits(self, at: int, event: AbstractEvent, sizes: tuple[int, ...]) -> bool:
-        """A lone allocation may have the size of a fragment by chance, but not right before an op on its list."""
-        if event.kind != EventKind.ALLOC:
-            return True
-        kind, _, _, ref, _ = self._rows[at + 1] if at + 1 < len(self._rows) else (EventKind.HOST, 0, 0, 0, 0)
-        return kind == EventKind.KERNEL and _is_list_op_on(self._signatures[ref], sizes)
+    def _made_for_list(self, at: int, block: Sequence[AbstractEvent], sizes: tuple[int, ...]) -> bool:
+        """Allocations may have the sizes of a list by chance. Those before a list op are its results."""
+        if any(event.kind != EventKind.ALLOC for event in block):
+            return len(sizes) > 1 or sizes[0] >= SMALLEST_FRAGMENT
+        after = at + len(sizes) * len(block)
+        kind, _, _, ref, _ = self._rows[after] if after < len(self._rows) else (EventKind.HOST, 0, 0, 0, 0)
+        if kind != EventKind.KERNEL or not takes_lists(self._signatures[ref].op):
+            return len(sizes) > 1
+        return _gather(self._signatures[ref], sizes) is not None
 
     def _loop_before(self) -> Loop | None:
         return next((item for item in reversed(self._items) if isinstance(item, Loop)), None)
@@ -455,10 +460,6 @@ def _resolve(names: tuple[tuple, ...], lists: Lists) -> tuple[int, ...]:
             else f"another rank has no list {names[0]}"
         )
     return found.pop()
-
-
-def _is_list_op_on(signature: OpSignature, sizes: tuple[int, ...]) -> bool:
-    return takes_lists(signature.op) and _gather(signature, sizes) is not None
 
 
 def _map_tensors(signature: OpSignature, change) -> OpSignature:

@@ -16,7 +16,17 @@ import numpy as np
 
 from prism_plugins.errors import CannotDeriveError
 from prism_plugins.program.model import EVENT_DTYPE, Allocation, EventKind, Program
-from prism_plugins.program.shard_loops import Item, Lists, Literal, Row, Tables, issue, merge, parse
+from prism_plugins.program.shard_loops import (
+    SMALLEST_FRAGMENT,
+    Item,
+    Lists,
+    Literal,
+    Row,
+    Tables,
+    issue,
+    merge,
+    parse,
+)
 from prism_plugins.program.slices import OptimizerShard
 from prism_plugins.world.layout import Layout
 
@@ -155,6 +165,11 @@ class ShardedProgram:
     ) -> None:
         self._program = program
         self._lists = fragment_lists(shards, tp_first=tp_first)
+        for name, sizes in self._lists.items():
+            if len(sizes) == 1 and sizes[0] < SMALLEST_FRAGMENT:
+                raise CannotDeriveError(
+                    f"the list {name} is one fragment of {sizes[0]} elements, too small to be told"
+                )
         self._spans = [
             (begin + 1, end) for phase, begin, end in program.iter_phases() if phase.kind == "optimizer"
         ]
