@@ -23,6 +23,7 @@ from prism_plugins.program.slices import SliceReport, SliceSpec
 from prism_plugins.rundir import SliceDir, read_json, write_json
 from prism_plugins.script import run_script, script_traceback
 from prism_plugins.slice_context import Context
+from prism_plugins.unsupported import refuse_unsupported
 
 if TYPE_CHECKING:
     from prism_plugins.capture.recorder import DeviceStats
@@ -136,6 +137,7 @@ class Slice:
         self.integrations = load_integrations()
         for integration in self.integrations:
             integration.install(context)
+        refuse_unsupported(context, {i.name for i in self.integrations})
         return context
 
     def _never_trained(self) -> None:

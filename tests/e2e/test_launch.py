@@ -197,6 +197,18 @@ def test_a_script_that_never_trains(place):
     assert "fake" in done.stderr.split("frameworks it knows")[1]
 
 
+def test_a_script_that_trains_with_plain_ddp(place):
+    (place.path / "ddp.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\n"
+        "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).cuda())\n"
+    )
+    done = place.run("ddp.py", check=False)
+    assert done.returncode == 2
+    assert "error: this script trains with torch's DDP, which prism does not emulate yet" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_script_that_exits(place):
     (place.path / "exits.py").write_text("import sys, torch\nprint('bye')\nsys.exit(3)\n")
     done = place.run("exits.py", check=False)
