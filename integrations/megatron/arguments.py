@@ -26,12 +26,11 @@ def _check_layers(args: Any, sizes: ParallelSizes) -> None:
         return
     if getattr(args, "hybrid_override_pattern", None):
         return
-    layers = args.num_layers
-    layers += bool(getattr(args, "account_for_embedding_in_pipeline_split", False))
-    layers += bool(getattr(args, "account_for_loss_in_pipeline_split", False))
-    if layers % sizes.pp:
-        whole = layers // sizes.pp * sizes.pp
-        raise uneven_layers(layers, sizes.pp, f"{layers - whole} would be left over")
+    counted = bool(getattr(args, "account_for_embedding_in_pipeline_split", False))
+    counted += bool(getattr(args, "account_for_loss_in_pipeline_split", False))
+    left_over = (args.num_layers + counted) % sizes.pp
+    if left_over:
+        raise uneven_layers(args.num_layers, sizes.pp, f"{left_over} would be left over", counted=counted)
 
 
 def _check_batch(args: Any, dp: int) -> None:

@@ -73,12 +73,15 @@ def check_layers(num_layers: int, layers_of_chunk: list[list[int]], *, pp: int) 
         raise uneven_layers(num_layers, pp, f"Megatron would build {built} of them")
 
 
-def uneven_layers(num_layers: int, pp: int, consequence: str, *, chunks: int = 1) -> PrismError:
-    """The error for layers that do not divide over the stages."""
+def uneven_layers(
+    num_layers: int, pp: int, consequence: str, *, chunks: int = 1, counted: int = 0
+) -> PrismError:
+    """The error for layers that do not divide over the stages; embedding and loss may be ``counted`` as layers."""
     over = f"{pp} pipeline stages" if chunks == 1 else f"{pp} pipeline stages of {chunks} chunks"
+    extra = f" and {counted} counted for embedding or loss" if counted else ""
     return PrismError(
-        f"{num_layers} layers do not divide over {over}: {consequence}; use "
-        f"{_nearest_multiples(num_layers, pp * chunks)} layers, another pipeline size, or say how many layers "
+        f"{num_layers} layers{extra} do not divide over {over}: {consequence}; use "
+        f"{_nearest_multiples(num_layers + counted, pp * chunks, less=counted)} layers, another pipeline size, or say how many layers "
         "the first and last stages hold (--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers)"
     )
 
@@ -100,6 +103,9 @@ def make_layout(world_size: int, sizes: ParallelSizes, *, num_microbatches: int)
     )
 
 
-def _nearest_multiples(value: int, of: int) -> str:
+def _nearest_multiples(value: int, of: int, *, less: int = 0) -> str:
+    """The multiples around ``value``, each reduced by ``less``."""
     below = value // of * of
-    return f"{below} or {below + of}" if below else f"a multiple of {of}"
+    if below > less:
+        return f"{below - less} or {below + of - less}"
+    return f"{of - less}" if less else f"a multiple of {of}"
