@@ -23,12 +23,13 @@ command -v g++ >/dev/null || {
 
 stamp="$venv/.prism-$(cat pyproject.toml "${BASH_SOURCE[0]}" | cksum | cut -d' ' -f1)-${extras//,/-}"
 [ -e "$stamp" ] && exit 0
-echo "setup: creating $venv ($torch, extras: $extras)"
+echo "setup: creating $venv ($torch, extras: $extras); a few minutes, mostly downloads"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --quiet "$@" 2> >(grep -v '^WARNING' >&2); }
 # PyTorch's own index holds the small CPU builds; where it cannot be reached pip goes on with its usual index.
 pip "$torch" --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
-"$venv/bin/python" - <<'EOF'
+# torch warns about NumPy, which comes below.
+"$venv/bin/python" -W ignore - <<'EOF'
 import os
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 import torch
