@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.e2e.truth_compare import RankResult, check_computed, compare
-from tests.e2e.truth_jobs import CASES, emulate, read_logs, run_for_real
+from tests.e2e.truth_jobs import CASES, DEEP_CASES, emulate, read_logs, run_for_real
 
 _ROW = "{:<18} {:>6} {:>8} {:>9} {:>8} {:>12} {:>12} {:>7} {:>7}  {}"
 
@@ -31,11 +31,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default=",".join(CASES), help=f"comma-separated: {', '.join(CASES)}")
+    jobs = CASES | DEEP_CASES
+    parser.add_argument("--only", default=",".join(CASES), help=f"comma-separated: {', '.join(jobs)}")
     parser.add_argument("--keep", type=Path, help="keep logs and run directories under this directory")
     args = parser.parse_args()
-    if unknown := [name for name in args.only.split(",") if name not in CASES]:
-        parser.error(f"no such job: {', '.join(unknown)}; there are {', '.join(CASES)}")
+    if unknown := [name for name in args.only.split(",") if name not in jobs]:
+        parser.error(f"no such job: {', '.join(unknown)}; there are {', '.join(jobs)}")
     print(
         _ROW.format(
             "job",
@@ -61,7 +62,7 @@ def main() -> int:
 
 def check(name: str, folder: Path) -> list[str]:
     """Run one job both ways and print its line; returns the differences."""
-    case = CASES[name]
+    case = (CASES | DEEP_CASES)[name]
     began = time.monotonic()
     real = run_for_real(case, folder)
     real_s = time.monotonic() - began

@@ -56,7 +56,7 @@ def test_programs_of_all_ranks_are_what_they_really_do(tmp_path: Path, name: str
 
 def assert_all_equal(results: list[RankResult]) -> None:
     assert len(results) == WORLD_SIZE
-    assert all(r.num_calls > 20 and r.num_steps > 10 for r in results)
+    assert all(r.num_calls >= 10 and r.num_steps > 10 for r in results)
     assert [f"rank {r.rank} ({r.source}): {r.difference}" for r in results if r.difference] == []
 
 
