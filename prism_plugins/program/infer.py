@@ -17,7 +17,7 @@ from prism_plugins.errors import CannotDeriveError
 from prism_plugins.program.derive import CapturedStage
 from prism_plugins.program.instantiate import Instantiator
 from prism_plugins.program.job import JobPrograms, RankClass
-from prism_plugins.program.model import Program
+from prism_plugins.program.model import EventKind, Program
 from prism_plugins.program.shards import (
     Pattern,
     RankShards,
@@ -104,6 +104,10 @@ class LazyVariants(Mapping[int, Program]):
                 self._kept[key] = program
         return program
 
+    def maker(self, key: int) -> Callable[[], Program]:
+        """What makes a variant."""
+        return self._makers[key]
+
     def __iter__(self) -> Iterator[int]:
         return iter(self._makers)
 
@@ -131,6 +135,14 @@ class _Inference:
         members = set(ranks.tolist())
         own = [rank for rank in (role.representative, *sorted(self._programs)) if rank in self._programs]
         own = [rank for rank in dict.fromkeys(own) if rank in members]
+        last = self._layout.world_size - 1
+        if own == [last] and len(members) > 1 and self._last_rank_is_special():
+            raise CannotDeriveError(
+                f"the last rank does more than its peers of {_name(self._layout, role)} after the last phase",
+                ranks=(int(ranks[0]),),
+            )
+        if len(own) > 1:
+            own.sort(key=lambda rank: rank == last)
         if own:
             source, program = own[0], self._programs[own[0]]
         else:
@@ -143,6 +155,16 @@ class _Inference:
                 self._peer_in_stage(source, role.stage)
             )
         variants, variant_of = self._variants(role, ranks, exemplar, shards, own)
+        if own[1:] and own[-1] == last and self._last_rank_is_special():
+            makers = (
+                {key: variants.maker(key) for key in variants} if isinstance(variants, LazyVariants) else {}
+            )
+            users = [rank for rank, key in variant_of.items() if key == last and rank != last]
+            if users:  # a shard that others have as well keeps its variant under another name
+                makers[users[0]] = self._moved(self._programs[last], users[0])
+                variant_of.update(dict.fromkeys(users, users[0]))
+            makers[last] = self._moved(self._programs[last], last)
+            variants, variant_of = LazyVariants(makers), {**variant_of, last: last}
         return RankClass(
             name=_name(self._layout, role),
             ranks=ranks,
@@ -151,6 +173,17 @@ class _Inference:
             variants=variants,
             variant_of=variant_of,
         )
+
+    def _last_rank_is_special(self) -> bool:
+        """True when the last rank of the world, on which frameworks print the log, does something after its last
+        phase that another rank does not (reading the loss back)."""
+        last = self._layout.world_size - 1
+        stage = self._layout.coords(last)["pp"]
+        others = [rank for rank in self._programs if rank != last]
+        peers = [rank for rank in others if self._layout.coords(rank)["pp"] == stage] or others
+        if last not in self._programs or not peers:
+            return False
+        return _tail_ops(self._programs[last]) != _tail_ops(self._programs[peers[0]])
 
     def _derive(self, role: Role, *, instead: int) -> Program:
         source = role.representative
@@ -281,6 +314,17 @@ class _Inference:
                     merged.append(pattern)
             self._patterns = merged
         return self._patterns
+
+
+def _tail_ops(program: Program) -> list[tuple[int, str]]:
+    """Kernels and transfers after the last phase, by name."""
+    ends = np.flatnonzero(program.events["kind"] == EventKind.PHASE_END)
+    tail = program.events[int(ends[-1]) + 1 :] if len(ends) else program.events[:0]
+    return [
+        (kind, program.signatures[ref].op if kind == EventKind.KERNEL else program.comms[ref].kind)
+        for kind, _, _, ref, _ in tail.tolist()
+        if kind in (EventKind.KERNEL, EventKind.COMM)
+    ]
 
 
 def _name(layout: Layout, role: Role) -> str:

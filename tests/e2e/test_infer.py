@@ -56,6 +56,7 @@ CORE_CASES = {
         " --use-distributed-optimizer --global-batch-size 6",
         world_size=6,
         compared=(2, 3, 4),
+        extra=1,
     ),
 }
 
@@ -73,7 +74,7 @@ TRAINING_CASES = {
         " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         world_size=8,
         compared=(1, 5),
-        extra=2,
+        extra=3,
     ),
     "experts": Case(
         arguments="--num-layers 4 --tensor-model-parallel-size 2 --sequence-parallel"
