@@ -17,6 +17,7 @@ REFUSING = (
     ("megatron.core.transformer.dot_product_attention", "DotProductAttention.__init__"),
     ("megatron.core.transformer.torch_norm", "WrappedTorchNorm.__new__"),
     ("megatron.core.fusions.fused_layer_norm", "FusedLayerNorm.__init__"),
+    ("megatron.core.ssm.mamba_mixer", "MambaMixer.__init__"),
     ("megatron.core.optimizer", "get_megatron_optimizer"),
 )
 """(module, attribute) of functions that refuse a configuration; whatever they assert is the user's to mend."""
@@ -26,6 +27,7 @@ ADVICE = (
     ("persist_layer_norm", "install Apex, or add --no-persist-layer-norm"),
     ("scaled_masked_softmax", "add --no-masked-softmax-fusion"),
     ("rope_fusion", "install Transformer Engine, or add --no-rope-fusion"),
+    ("mambassm", "which cannot be emulated yet: mamba-ssm launches CUDA kernels"),
     ("context parallelism is only supported", "install Transformer Engine as on the cluster"),
     ("apex", "install Apex (or Transformer Engine) as on the cluster, or switch the feature off"),
     ("transformer_engine", "install Transformer Engine as on the cluster, or use --transformer-impl local"),

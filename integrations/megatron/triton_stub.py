@@ -1,7 +1,7 @@
 """A stand-in for Triton while Megatron defines kernels that training does not launch.
 
-``batch_invariant_kernels`` imports Triton without asking whether it is there, and every training script imports
-it. The stand-in is found during that import only: torch and the rest of Megatron keep seeing that there is no
+``batch_invariant_kernels`` and ``tensor_ops`` import Triton without asking whether it is there; every training
+script imports the first, every script with Mamba layers the second. The stand-in is found during that import only: torch and the rest of Megatron keep seeing that there is no
 Triton, and act accordingly. A kernel of it that is launched after all is an error that says so.
 """
 
@@ -18,7 +18,10 @@ from typing import Any
 from prism_plugins.errors import PrismError
 from prism_plugins.integration import SliceContext
 
-USERS = ("megatron.core.transformer.custom_layers.batch_invariant_kernels",)
+USERS = (
+    "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+    "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
+)
 """Modules that import Triton unconditionally and define kernels with it."""
 
 _NAMES = ("triton", "triton.language")

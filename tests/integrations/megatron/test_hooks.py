@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from prism_plugins.errors import PrismError
+from prism_plugins.import_hooks import ImportHooks
 from prism_plugins.integrations.megatron.hooks import Hook, _apply, hook_table
 from prism_plugins.integrations.megatron.phases import P2P_METHODS
 from prism_plugins.integrations.megatron.refusals import translated
 from prism_plugins.integrations.megatron.session import Session
+from prism_plugins.integrations.megatron.triton_stub import provide_triton
 
 HOOKS = hook_table()
 
@@ -45,8 +49,17 @@ def attribute(hook: Hook):
     return value
 
 
+@pytest.fixture
+def triton(monkeypatch):
+    """Triton's stand-in, as a slice has it."""
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    hooks = ImportHooks()
+    hooks.install()
+    provide_triton(SimpleNamespace(on_import=hooks.add))
+
+
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda h: f"{h.module}.{h.attribute}")
-def test_every_hooked_attribute_exists(hook: Hook):
+def test_every_hooked_attribute_exists(hook: Hook, triton):
     package = ".".join(hook.module.split(".")[:2])
     if package in ("megatron.training", "megatron.legacy") and importlib.util.find_spec(package) is None:
         pytest.skip("megatron.training comes with a checkout of Megatron-LM only")
@@ -100,6 +113,15 @@ def test_an_assertion_becomes_one_line_that_says_where():
         f"(test_hooks.py:{refuse.__code__.co_firstlineno + 1}): "
         "gradient_accumulation_fusion needs a CUDA extension"
     )
+
+
+def test_mamba_layers_are_refused_with_the_reason(triton):
+    if importlib.util.find_spec("mamba_ssm") is not None:
+        pytest.skip("mamba-ssm is installed")
+    mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
+    assert "triton" not in sys.modules or importlib.util.find_spec("triton") is not None
+    with pytest.raises(PrismError, match=r"cannot be emulated yet: .*MambaSSM is not installed"):
+        translated(mixer.MambaMixer.__init__)(None, None, None, 8)
 
 
 def test_an_assertion_without_words_shows_itself():
