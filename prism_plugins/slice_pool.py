@@ -20,6 +20,7 @@ from typing import IO
 
 from prism_plugins.arming import slice_interpreter_flags
 from prism_plugins.errors import FileFormatError
+from prism_plugins.group_guard import GroupGuard
 from prism_plugins.program.slices import SliceReport, SliceSpec
 from prism_plugins.rundir import SliceDir, read_json, write_json, writing
 from prism_plugins.slice_env import slice_environment
@@ -156,6 +157,7 @@ class SlicePool:
         self._jobs = jobs
         self._sink = sink
         self._running: list[SliceProcess] = []
+        self._guard = GroupGuard()
 
     def __enter__(self) -> SlicePool:
         return self
@@ -169,13 +171,15 @@ class SlicePool:
 
     def start(self, spec: SliceSpec, *, stream: bool) -> None:
         """Start a slice. Must be called from the main thread, which the child's life is tied to."""
-        self._running.append(SliceProcess(spec, sink=self._sink if stream else None))
+        child = SliceProcess(spec, sink=self._sink if stream else None)
+        self._running.append(child)
+        self._guard.watch(child.process.pid)
 
     def collect(self) -> list[tuple[SliceSpec, SliceReport]]:
         """Those that ended since the last call."""
         done = [child for child in self._running if child.ended()]
         self._running = [child for child in self._running if child not in done]
-        return [(child.spec, child.finish()) for child in done]
+        return [(child.spec, self._finish(child)) for child in done]
 
     def stop(self) -> None:
         """End all children: SIGTERM, a moment, SIGKILL."""
@@ -188,5 +192,11 @@ class SlicePool:
         for child in self._running:
             child.kill()
             child.process.wait()
-            child.finish()
+            self._finish(child)
         self._running = []
+        self._guard.close()
+
+    def _finish(self, child: SliceProcess) -> SliceReport:
+        report = child.finish()
+        self._guard.forget(child.process.pid)
+        return report
