@@ -8,6 +8,7 @@ from pathlib import Path
 from prism_plugins.emit.job_view import JobView
 from prism_plugins.errors import CannotDeriveError, PrismError
 from prism_plugins.rundir import RunDir, RunInfo
+from prism_plugins.slice_plan import check_facts
 
 DEFAULT_PARENT = Path("prism_out")
 
@@ -55,7 +56,7 @@ def load_view(rundir: RunDir) -> JobView:
     Raises :class:`PrismError` or :class:`FileFormatError` for a directory that is not, or not all of, a run.
     """
     from prism_plugins import stages
-    from prism_plugins.costs.cluster import load_cluster
+    from prism_plugins.costs.cluster import check_values, load_cluster
     from prism_plugins.costs.model import build_cost_model
     from prism_plugins.program.infer import infer_job
     from prism_plugins.program.store import load_program
@@ -64,6 +65,7 @@ def load_view(rundir: RunDir) -> JobView:
     check_finished(rundir, info)
     if info.facts is None:
         raise PrismError(f"{rundir.run} lacks the facts of the job; start the run again")
+    check_facts(info.facts, info.job.options)
     programs = {rank: load_program(rundir.slice(rank).program) for rank in info.slices}
     reports = {rank: rundir.read_report(rank) for rank in info.slices}
     try:
@@ -72,6 +74,8 @@ def load_view(rundir: RunDir) -> JobView:
         raise PrismError(
             f"the slices in {rundir.path} are not all that is needed ({error}); start the run again"
         ) from error
+    if info.cluster is not None:
+        check_values(info.cluster, source=f"in {rundir.run}")
     cluster = info.cluster or load_cluster(info.job.options.cluster)
     costs = build_cost_model(cluster)
     timeline, faults = stages.simulate(job, costs)

@@ -18,6 +18,11 @@ def check_facts(facts: JobFacts, options: Options) -> None:
             f"the script set up a world of {facts.layout.world_size} ranks, but --prism-world-size is "
             f"{options.world_size}"
         )
+    facts.layout.validate()
+    if len(facts.stages) != facts.layout.pp:
+        raise PrismError(
+            f"the layout has {facts.layout.pp} pipeline stages, but {len(facts.stages)} are described"
+        )
 
 
 def plan_slices(facts: JobFacts, options: Options) -> dict[int, tuple[int, ...]]:

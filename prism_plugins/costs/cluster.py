@@ -147,7 +147,7 @@ def parse_cluster(text: str, *, source: str) -> Cluster:
         cluster = msgspec.convert(data, Cluster)
     except msgspec.ValidationError as error:
         raise PrismError(f"cluster {source}: {_readable(error)}") from error
-    _check_values(cluster, source=source)
+    check_values(cluster, source=source)
     return cluster
 
 
@@ -170,7 +170,8 @@ def _check_keys(data: dict[str, Any], struct: type[msgspec.Struct], *, where: st
             raise PrismError(f"cluster {source}: key '{where}{key}' is missing")
 
 
-def _check_values(cluster: Cluster, *, source: str) -> None:
+def check_values(cluster: Cluster, *, source: str) -> None:
+    """Raise PrismError for a figure that is not positive and finite; ``source`` names the cluster in the message."""
     for section in ("gpu", "node", "fabric", "host"):
         struct = getattr(cluster, section)
         for key in struct.__struct_fields__:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ def written_files(rundir: RunDir) -> list[tuple[str, str]]:
     ]
     if traced:
         files.append(("traces", f"{_shown(rundir.kineto)} (ranks {format_ranks(traced, max_runs=8)})"))
-    run = _shown(rundir.path)
+    run = shlex.quote(_shown(rundir.path))
     files.append(("any rank", f"prism ops {run} --rank R"))
     files.append(("", f"prism trace {run} --ranks R,…"))
     return files

@@ -32,9 +32,11 @@ def make_console(file: TextIO | None = None) -> Console:
         file, "reconfigure"
     ):
         file.reconfigure(errors="replace")
-    console = PipeConsole(file=file, highlight=False, soft_wrap=False)
+    console = PipeConsole(file=file, highlight=False, markup=False, soft_wrap=False)
     if not console.is_terminal:
-        console = PipeConsole(file=file, highlight=False, width=WIDTH_WITHOUT_TERMINAL, no_color=True)
+        console = PipeConsole(
+            file=file, highlight=False, markup=False, width=WIDTH_WITHOUT_TERMINAL, no_color=True
+        )
     return console
 
 
@@ -96,7 +98,7 @@ def tightest(memory: Sequence[ClassMemory]) -> ClassMemory:
 
 def _job(p: Prediction) -> Text:
     layout = " · ".join(
-        f"{name} {p.layout[name]}"
+        f"{name} {p.layout.get(name, 1)}"
         for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
         if name in ("tp", "pp", "dp")
         or (p.layout.get(name, 1) > 1 and (name != "etp" or p.layout.get("ep", 1) > 1))

@@ -168,6 +168,10 @@ def _check(program: Program, path: Path) -> None:
         for tensor in (*signature.inputs, *signature.outputs):
             require(tensor.dtype in DTYPE_BYTES, f"{signature.op} has the unknown dtype {tensor.dtype!r}")
             require(min(tensor.shape, default=0) >= 0, f"{signature.op} has the shape {tensor.shape}")
+            require(
+                len(tensor.strides) in (0, len(tensor.shape)),
+                f"{signature.op} has the shape {tensor.shape} with the strides {tensor.strides}",
+            )
     for group in program.groups:
         require(
             len(group.ranks) > 0 and min(group.ranks) >= 0, f"group {group.name} has ranks {group.ranks[:8]}"
@@ -197,6 +201,7 @@ def _check_phases(kinds: np.ndarray, refs: np.ndarray, num_phases: int, require)
 def _check_allocations(program: Program, require) -> None:
     kinds, refs = program.events["kind"], program.events["ref"]
     allocs = kinds == EventKind.ALLOC
+    require(all(max(abs(a.id), a.nbytes) < 2**63 for a in program.initial), "an allocation is out of range")
     initial = np.array([a.id for a in program.initial], dtype=np.int64)
     made = np.concatenate([initial, refs[allocs].astype(np.int64)])
     freed = refs[kinds == EventKind.FREE].astype(np.int64)

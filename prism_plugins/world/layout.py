@@ -33,6 +33,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise :class:`PrismError` unless the sizes multiply to the world size on both grids."""
+        names = self.order.split("-")
+        if len(set(names)) != len(names) or not set(names) <= {"tp", "cp", "ep", "dp", "pp"}:
+            raise PrismError(f"rank order {self.order!r} must name each of tp, cp, ep, dp and pp once")
+        for name in ("world_size", "tp", "cp", "pp", "dp", "ep", "etp", "vpp"):
+            if getattr(self, name) < 1:
+                raise PrismError(f"layout has {name}={getattr(self, name)}; every size is at least 1")
+            if getattr(self, name) > 1 and name in ("tp", "cp", "pp", "dp", "ep") and name not in names:
+                raise PrismError(f"rank order {self.order!r} lacks {name}, which is {getattr(self, name)}")
         dense = self.tp * self.cp * self.dp * self.pp
         if dense != self.world_size:
             raise PrismError(

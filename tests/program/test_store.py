@@ -180,6 +180,9 @@ def test_references_out_of_range_are_refused(path, event):
         {"signatures": [{"op": "aten::mm", "inputs": [["float17", [1]]]}]},
         {"signatures": "none"},
         {"initial": [[1, -5]]},
+        {"initial": [[2**63, 5]]},
+        {"initial": [[1, 2**63]]},
+        {"signatures": [{"op": "aten::mm", "inputs": [["float32", [1], [1, 1]]]}]},
     ],
 )
 def test_bad_tables_are_refused(path, changes):

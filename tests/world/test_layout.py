@@ -191,3 +191,13 @@ def test_layout_refuses_sizes_that_do_not_cover_the_world():
         Layout(world_size=12, tp=2, pp=4).validate()
     with pytest.raises(PrismError, match="expert layout"):
         Layout(world_size=8, tp=2, pp=4, ep=3).validate()
+    with pytest.raises(PrismError, match="tp=-2; every size is at least 1"):
+        Layout(world_size=8, tp=-2, pp=-4).validate()
+    for order, said in (
+        ("tp-x-dp", "must name each"),
+        ("tp-tp-dp-pp", "must name each"),
+        ("tp-dp", "lacks pp"),
+    ):
+        with pytest.raises(PrismError, match=said):
+            Layout(world_size=8, tp=2, pp=4, order=order).validate()
+    Layout(world_size=8, tp=2, pp=4, order="tp-dp-pp").validate()
