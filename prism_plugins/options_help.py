@@ -16,7 +16,10 @@ _EXAMPLES = (
         "The launch you use today, on any machine, as the 1024-GPU job:",
         "torchrun --nproc-per-node 1 pretrain_gpt.py <your arguments> --prism-emulate --prism-world-size 1024",
     ),
-    ("Another cluster (slices are reused, only the prediction runs again):", "… --prism-cluster dgx-a100"),
+    (
+        "Another cluster (slices are reused where its GPU is the same; only the prediction runs again):",
+        "… --prism-cluster my-cluster.toml",
+    ),
     ("Check the inference on four ranks that nothing represents:", "… --prism-audit 4"),
     ("Two slices at a time from two launched processes:", "torchrun --nproc-per-node 2 … --prism-emulate …"),
     (
