@@ -186,6 +186,9 @@ def parse_command(words: Sequence[str], environ: Mapping[str, str] = os.environ)
     Raises:
         PrismError: one line for an unknown flag, a missing or bad value, or no script.
     """
+    for word in words:
+        if not _is_text(word):
+            raise PrismError(f"{os.fsencode(word)!r} on the command line is not UTF-8; rename that file")
     given, rest = _split(words)
     if given.get("help") is not None or rest in (["-h"], ["--help"]):
         return None
@@ -233,6 +236,14 @@ def parse_ranks(text: str, *, world_size: int) -> tuple[int, ...]:
             )
         ranks.update(range(low, high + 1))
     return tuple(sorted(ranks))
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:  # Bytes that were not UTF-8.
+        return False
+    return True
 
 
 def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -135,6 +135,12 @@ def create(job: Job, *, now: datetime.datetime | None = None) -> RunDir:
     Raises:
         PrismError: the place cannot be written, or holds something that is not a run directory.
     """
+    try:
+        os.getcwd().encode()
+    except FileNotFoundError:
+        raise PrismError("the working directory does not exist any more; change to one that does") from None
+    except UnicodeEncodeError:
+        raise PrismError(f"the path {os.getcwdb()!r} is not UTF-8; work in another directory") from None
     if job.options.out:
         path = Path(job.options.out)
     else:

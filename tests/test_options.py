@@ -96,6 +96,16 @@ def test_mistakes_are_one_line(command, said):
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_not_utf8_is_named():
+    with pytest.raises(PrismError, match=r"b'\\xff.py' on the command line is not UTF-8"):
+        parse_command(["\udcff.py", "--prism-world-size", "8"], {})
+    assert parse_command(["ü \n.py", "--prism-world-size", "8"], {}).argv == ("ü \n.py",)
+
+
+def test_the_last_of_a_repeated_flag_counts():
+    assert parse("t.py --prism-world-size 4 --prism-world-size=8").options.world_size == 8
+
+
 def test_a_mistake_in_the_environment_names_the_variable():
     with pytest.raises(PrismError, match="PRISM_WORLD_SIZE expects a whole number"):
         parse("t.py", PRISM_WORLD_SIZE="many")

@@ -66,6 +66,15 @@ def test_two_runs_do_not_share_a_directory(tmp_path):
     assert first.run.exists()
 
 
+def test_a_working_directory_that_is_gone(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(PrismError, match="working directory does not exist"):
+        create(job(str(tmp_path / "run")))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_name_too_long_is_one_line(tmp_path):
     with pytest.raises(PrismError, match="File name too long"):
         create(job(str(tmp_path / ("x" * 300))))
