@@ -15,6 +15,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from prism_plugins.slice_env import slice_environment
 from prism_plugins.user_cache import cache_folders
 
 DEFAULT_CAP_BYTES = 4 * 2**30
+_ABANDONED_S = 3600.0
+"""A copy into the cache takes seconds; what is older was left by a process that was killed."""
 _HASHED_WHOLE_BYTES = 64 * 2**20
 """Larger files (data sets) are compared by size and time."""
 
@@ -167,7 +170,10 @@ class SliceCache:
         entries = []
         for entry in self.root.iterdir():
             with contextlib.suppress(OSError):
-                if not entry.name.startswith("."):
+                if entry.name.startswith(".new-"):
+                    if time.time() - entry.stat().st_mtime > _ABANDONED_S:
+                        shutil.rmtree(entry)
+                else:
                     size = sum(file.stat().st_size for file in entry.iterdir())
                     entries.append((entry.stat().st_mtime, size, entry))
         total = sum(size for _, size, _ in entries)

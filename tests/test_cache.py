@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import time
 
 import msgspec
 import pytest
@@ -149,6 +150,18 @@ def test_the_least_recently_used_go_first(place):
     finished(pieces[2]).program.write_bytes(b"x" * 20_000)
     cache.keep(pieces[2])
     assert [cache.fetch(piece) is not None for piece in pieces] == [True, False, True]
+
+
+def test_what_a_killed_process_left_goes(place):
+    cache = SliceCache(place / "cache")
+    for name, age_s in ((".new-old", 1e5), (".new-now", 0)):
+        (place / "cache" / name).mkdir(parents=True)
+        os.utime(place / "cache" / name, (time.time() - age_s,) * 2)
+    piece = spec(place)
+    finished(piece)
+    cache.keep(piece)
+    assert [p.name for p in (place / "cache").glob(".*")] == [".new-now"]
+    assert cache.fetch(piece) is not None
 
 
 def test_an_unwritable_cache_is_no_error(place):

@@ -167,7 +167,9 @@ def _compile(torch: TorchBuild, path: Path) -> None:
     seconds = max(20, _TYPICAL_CPU_SECONDS // min(cores, len(sources)))
     _say(f"compiling the virtual CUDA backend for torch {torch.version} (once, about {seconds} s)")
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    for left in path.parent.glob("build-*"):  # We hold the lock: of a compilation that was killed.
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as scratch:
         work = Path(scratch)
         (work / "cuda_ops.inc").write_text("".join(f'"{op}",\n' for op in cuda_ops(native_functions)))
         includes = [
@@ -194,7 +196,12 @@ def _compile(torch: TorchBuild, path: Path) -> None:
 
 
 def _call(command: list[str], what: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise PrismError(
+            f"the compiler {command[0]} cannot be run: {error.strerror}; install g++ or set CXX"
+        ) from error
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error:" in line] or [
             done.stderr.strip()[-300:]

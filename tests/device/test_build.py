@@ -54,6 +54,14 @@ def test_compiler_errors_name_the_cause(tmp_path):
         build._call([build._compiler(), "-c", str(source), "-o", str(tmp_path / "bad.o")], "bad.cpp")
 
 
+def test_a_compiler_that_cannot_be_run_is_named(tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_text("no program")
+    broken.chmod(0o755)
+    with pytest.raises(PrismError, match="broken cannot be run: Exec format error"):
+        build._call([str(broken)], "x.cpp")
+
+
 def test_unwritable_cache_falls_back_and_says_where(monkeypatch, tmp_path, capsys):
     file = tmp_path / "not_a_directory"
     file.write_text("")
