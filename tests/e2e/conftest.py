@@ -1,0 +1,14 @@
+"""What the tests of real launches share."""
+
+import shutil
+
+import pytest
+
+from tests.e2e.launches import FILES, Place
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A working directory with the script in it, and a slice cache of its own."""
+    shutil.copy(FILES / "train.py", tmp_path / "train.py")
+    return Place(tmp_path)
