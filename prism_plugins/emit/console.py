@@ -22,6 +22,7 @@ MAX_FINDINGS = 12
 _LABEL_WIDTH = 12
 _BAR_CELLS = 24
 _GIB = 2**30
+_MIB = 2**20
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
@@ -79,8 +80,10 @@ def summary(prediction: Prediction, *, files: Sequence[tuple[str, str]] = ()) ->
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes as GiB with one decimal, two below ten."""
+    """Bytes as GiB with one decimal, two below ten; as MiB where GiB would show one digit or none."""
     value = num_bytes / _GIB
+    if 0 < value < 0.1:
+        return f"{num_bytes / _MIB:.1f} MiB"
     return f"{value:.1f} GiB" if value >= 10 else f"{value:.2f} GiB"
 
 

@@ -6,7 +6,7 @@ import re
 import msgspec
 from rich.console import Console
 
-from prism_plugins.emit.console import make_console, print_summary
+from prism_plugins.emit.console import gib, make_console, print_summary
 from prism_plugins.program.prediction import Audit, Finding
 
 
@@ -35,6 +35,11 @@ def test_headline_figures_have_units(prediction):
     assert "balanced routing" in text
     assert "out/prediction.json" in text
     assert "3 values the script read back were synthesized" in text.replace("\n", " ")
+
+
+def test_small_sizes_keep_their_digits():
+    sizes = (0, 4608, 2**20, 64 * 2**20, 2**28, 23 * 2**30)
+    assert [gib(n) for n in sizes] == ["0.00 GiB", "0.0 MiB", "1.0 MiB", "64.0 MiB", "0.25 GiB", "23.0 GiB"]
 
 
 def test_no_escape_codes_away_from_a_terminal(prediction):
