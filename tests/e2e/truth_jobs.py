@@ -50,7 +50,8 @@ DEEP_CASES = {
     "pp8": Case(
         tp=1,
         pp=8,
-        arguments="--tensor-model-parallel-size 1 --pipeline-model-parallel-size 8 --num-layers 8",
+        arguments="--tensor-model-parallel-size 1 --pipeline-model-parallel-size 8 --num-layers 8"
+        " --global-batch-size 16",
     ),
     "pp4 vpp2 tp2": Case(
         tp=2,
