@@ -24,7 +24,7 @@ from prism_plugins.integrations.megatron.phases import (
     wrap_forward_step,
     wrap_p2p,
 )
-from prism_plugins.integrations.megatron.refusals import REFUSING, translated
+from prism_plugins.integrations.megatron.refusals import NOT_EMULATED, REFUSING, not_emulated, translated
 from prism_plugins.integrations.megatron.session import BatchShape, Session
 from prism_plugins.integrations.megatron.shards import ORIGINAL_GROUPS, remember_param_groups
 from prism_plugins.program.model import Phase
@@ -108,6 +108,16 @@ def hook_table() -> list[Hook]:
         *(
             Hook(module, attribute, _refusing, "Megatron's refusals in one line", required=False)
             for module, attribute in REFUSING
+        ),
+        *(
+            Hook(
+                module,
+                attribute,
+                functools.partial(_not_emulated, option, why),
+                f"{option} is not emulated yet",
+                required=False,
+            )
+            for module, attribute, option, why in NOT_EMULATED
         ),
         Hook(
             "megatron.core.transformer.transformer_config",
@@ -280,6 +290,11 @@ def _layer_wise_init(session: Session, original: Any, module: ModuleType) -> Any
 
 def _refusing(session: Session, original: Any, module: ModuleType) -> Any:
     return translated(original)
+
+
+def _not_emulated(option: str, why: str, session: Session, original: Any, module: ModuleType) -> Any:
+    # Ranks that all really run have no virtual peers.
+    return original if session.context.spec.real_ranks else not_emulated(original, option, why)
 
 
 def _check_config(session: Session, original: Any, module: ModuleType) -> Any:

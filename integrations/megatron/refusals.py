@@ -22,6 +22,16 @@ REFUSING = (
 )
 """(module, attribute) of functions that refuse a configuration; whatever they assert is the user's to mend."""
 
+NOT_EMULATED = (
+    (
+        "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+        "FullyShardedDataParallel.__init__",
+        "--use-megatron-fsdp",
+        "its ranks tell each other which part of every parameter they hold, and virtual peers do not know",
+    ),
+)
+"""(module, attribute, option, why): what a slice with virtual peers cannot run yet."""
+
 ADVICE = (
     ("gradient_accumulation_fusion", "install Apex, or add --no-gradient-accumulation-fusion"),
     ("persist_layer_norm", "install Apex, or add --no-persist-layer-norm"),
@@ -45,6 +55,16 @@ def translated(function: Callable) -> Callable:
             return function(*args, **kwargs)
         except (AssertionError, ValueError, RuntimeError, ImportError) as error:
             raise refusal(error) from error
+
+    return refusing
+
+
+def not_emulated(function: Callable, option: str, why: str) -> Callable:
+    """``function`` replaced by a :class:`PrismError` that names the option."""
+
+    @functools.wraps(function)
+    def refusing(*args: Any, **kwargs: Any) -> None:
+        raise PrismError(f"{option} is not emulated yet: {why}")
 
     return refusing
 

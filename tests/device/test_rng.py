@@ -48,7 +48,10 @@ def test_generators_of_their_own():
     g = torch.Generator("cuda").manual_seed(1)
     h = torch.Generator("cuda").manual_seed(1)
     assert g.device == torch.device("cuda", 0)
-    assert torch.rand(3, device="cuda", generator=g).tolist() == torch.rand(3, device="cuda", generator=h).tolist()
+    assert (
+        torch.rand(3, device="cuda", generator=g).tolist()
+        == torch.rand(3, device="cuda", generator=h).tolist()
+    )
     assert torch.cuda.default_generators[1].device == torch.device("cuda", 1)
     assert torch.randperm(10, device="cuda").sort().values.tolist() == list(range(10))
 

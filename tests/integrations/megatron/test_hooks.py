@@ -124,6 +124,15 @@ def test_mamba_layers_are_refused_with_the_reason(triton):
         translated(mixer.MambaMixer.__init__)(None, None, None, 8)
 
 
+def test_what_cannot_be_emulated_is_refused_unless_every_rank_is_real():
+    hook = next(h for h in HOOKS if "use-megatron-fsdp" in h.why)
+    session = Session(FakeContext())
+    with pytest.raises(PrismError, match="--use-megatron-fsdp is not emulated yet: "):
+        hook.wrap(session, attribute(hook), None)(None)
+    session.context.spec.real_ranks = (0, 1)
+    assert hook.wrap(session, attribute(hook), None) is attribute(hook)
+
+
 def test_an_assertion_without_words_shows_itself():
     with pytest.raises(PrismError, match="it asserts `raise AssertionError"):
         translated(refuse_with(""))()
