@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -21,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from prism_plugins.errors import SliceFailed
+from prism_plugins.errors import PrismError, SliceFailed
 from prism_plugins.options import Options
 from prism_plugins.program.slices import SliceReport, SliceSpec
 from prism_plugins.progress import Progress
@@ -101,16 +103,44 @@ class _Done(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def connect(launch: Launch) -> Any:
-    """The launcher's store (a torch TCPStore): its agent's, or one that launch rank 0 serves."""
+    """The launcher's store (a torch TCPStore): its agent's, or one that launch rank 0 serves.
+
+    Raises:
+        PrismError: nobody serves it.
+    """
     from torch.distributed import TCPStore
 
-    return TCPStore(
-        launch.host,
-        launch.port,
-        is_master=launch.leads and not launch.agent_store,
-        timeout=_TIMEOUT,
-        wait_for_workers=False,
-    )
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def reach() -> None:
+        try:
+            store = TCPStore(
+                launch.host,
+                launch.port,
+                is_master=launch.leads and not launch.agent_store,
+                timeout=_TIMEOUT,
+                wait_for_workers=False,
+            )
+        except (RuntimeError, ValueError) as error:
+            ended.put(error)
+        else:
+            ended.put(store)
+
+    # In a thread: the constructor waits in C++, where no signal (Ctrl-C) would be seen for minutes.
+    threading.Thread(target=reach, daemon=True).start()
+    deadline = time.monotonic() + _TIMEOUT.total_seconds()
+    found: Any = TimeoutError("timed out")
+    while time.monotonic() < deadline:
+        with contextlib.suppress(queue.Empty):
+            found = ended.get(timeout=_POLL_S)
+            break
+    if isinstance(found, Exception):
+        reason = str(found).partition("\n")[0]
+        raise PrismError(
+            f"launch rank {launch.rank} cannot reach the store at {launch.host}:{launch.port} ({reason}); it takes part "
+            f"in a launch of {launch.world} processes because RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say so"
+        )
+    return found
 
 
 def serve_store() -> tuple[Any, str]:
@@ -144,6 +174,14 @@ class RemoteWorker:
     def __init__(self, store: Any, worker: int) -> None:
         self._store = store
         self._worker = worker
+        # Asked for again and again: a get would wait in C++, where no signal is seen.
+        deadline = time.monotonic() + _TIMEOUT.total_seconds()
+        while not store.check([f"prism/hello/{worker}"]):
+            if time.monotonic() > deadline:
+                raise PrismError(
+                    f"launch rank {worker} did not start within {_TIMEOUT.total_seconds():.0f} s"
+                )
+            time.sleep(_POLL_S)
         self._hello = msgspec.json.decode(store.get(f"prism/hello/{worker}"), type=_Hello)
         self._sent = 0
         self._open: dict[int, SliceSpec] = {}

@@ -1,14 +1,18 @@
 """Slices shared between physical ranks, with and without a common file system."""
 
 import socket
+import subprocess
+import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from prism_plugins import physical
+from prism_plugins.errors import PrismError
 from prism_plugins.options import Options
 from prism_plugins.physical import Launch, Leadership, launch_from_environment, runs_for_real, serve
 from prism_plugins.program.slices import GpuFacts, SliceReport, SliceSpec
@@ -166,3 +170,49 @@ def test_slices_run_on_the_other_ranks(tmp_path, monkeypatch, shared):
         assert (directory.path / "journals.txt").read_text() == "the journal"
         assert rundir.read_report(spec.rank) == report
     assert not list(rundir.path.glob(".probe*"))
+
+
+LONELY = """
+import signal, sys
+from prism_plugins import physical
+from prism_plugins.errors import Interrupted
+def stop(number, frame):
+    raise Interrupted(number)
+signal.signal(signal.SIGTERM, stop)
+print("connecting", flush=True)
+try:
+    physical.connect(physical.Launch(rank=1, world=2, host="127.0.0.1", port=int(sys.argv[1])))
+except Interrupted:
+    print("interrupted")
+"""
+
+
+@pytest.fixture
+def deaf_port():
+    """A port that nobody listens to."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def test_a_worker_without_a_leader_can_be_interrupted(deaf_port):
+    child = subprocess.Popen(
+        [sys.executable, "-c", LONELY, str(deaf_port)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "connecting\n"
+    time.sleep(3.0)  # Into the constructor.
+    child.terminate()
+    assert child.communicate(timeout=30)[0] == "interrupted\n"
+
+
+def test_a_store_that_nobody_serves_is_named(monkeypatch, deaf_port):
+    monkeypatch.setattr(physical, "_TIMEOUT", timedelta(seconds=1))
+    with pytest.raises(PrismError, match=f"launch rank 1 cannot reach the store at 127.0.0.1:{deaf_port} "):
+        physical.connect(Launch(rank=1, world=2, host="127.0.0.1", port=deaf_port))
+
+
+def test_a_worker_that_does_not_come_is_named(monkeypatch):
+    monkeypatch.setattr(physical, "_TIMEOUT", timedelta(seconds=1))
+    store, _ = physical.serve_store()
+    with pytest.raises(PrismError, match="launch rank 1 did not start within 1 s"):
+        physical.RemoteWorker(store, 1)
