@@ -73,7 +73,9 @@ class Collectives:
                 "the rank kept its own values"
             )
         if stats.dropped:
-            lines.append(f"{stats.dropped} payload(s) were too large to journal")
+            lines.append(
+                f"{stats.dropped} payload(s) were too large to journal, or objects that are not plain data"
+            )
         if self._virtual_store.num_mirrored:
             lines.append(
                 f"{self._virtual_store.num_mirrored} store key(s) of virtual ranks were answered by our own"

@@ -4,7 +4,7 @@ Mirror semantics (peers hold what we hold) are wrong for a flag, a size or an ob
 scatters or sends: the receiver has nothing to mirror. The slice that runs as the source writes such payloads to
 its journal; later slices, which run as other ranks, read them there.
 
-What is journalled: every object, and tensors of at most :data:`MAX_TENSOR_BYTES` whose values are real; of
+What is journalled: objects of plain data, and tensors of at most :data:`MAX_TENSOR_BYTES` whose values are real; of
 point-to-point tensors only integers and booleans (headers; activations are not control data). The whole journal
 is limited to :data:`MAX_JOURNAL_BYTES`; what does not fit is counted.
 
@@ -13,7 +13,7 @@ rank 8. A group is therefore known by its shape (size and stride pattern of its 
 this rank's groups of that shape, a payload by the root's group rank, the sequence number of the call in the
 group and its slot in the call.
 
-The file is JSON. Object payloads in it are pickles: read only journals of your own runs.
+The file is JSON. Objects are in it as plain data (:mod:`.plain`), never as pickles; what has no plain form is counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import msgspec
 from prism_plugins.errors import FileFormatError
 from prism_plugins.program.slices import SliceSpec
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_TENSOR_BYTES = 4096
 MAX_OBJECT_BYTES = 1 << 20
 MAX_JOURNAL_BYTES = 64 << 20
@@ -48,7 +48,7 @@ class JournalStats(msgspec.Struct):
     misses: int = 0
     """Payloads of virtual ranks that no journal holds; mirror semantics answered."""
     dropped: int = 0
-    """Payloads not recorded because of the size limits."""
+    """Payloads not recorded because of the size limits, and objects that are not plain data."""
 
 
 class _File(msgspec.Struct):
@@ -202,9 +202,9 @@ class _Earlier:
             raise FileFormatError(f"journal {path} cannot be read: {error.strerror}") from error
         try:
             schema = json.loads(raw).get("schema")
-            if isinstance(schema, int) and schema > SCHEMA:
+            if isinstance(schema, int) and schema != SCHEMA:
                 raise FileFormatError(
-                    f"journal {path} has schema {schema}, this version reads up to {SCHEMA}: "
+                    f"journal {path} has schema {schema}, this version reads {SCHEMA}: "
                     "upgrade prism_plugins or run again with --prism-no-cache"
                 )
             file = msgspec.json.decode(raw, type=_File)

@@ -8,14 +8,16 @@ and :meth:`MirrorPeers.recv` are for calls that complete later; virtual peers ne
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from prism_plugins.collectives import mirror, values
+from prism_plugins.collectives import mirror, plain, values
 from prism_plugins.collectives.journal import MAX_OBJECT_BYTES, MAX_TENSOR_BYTES, Journal, channel
+from prism_plugins.errors import FileFormatError
 
 Factor = float | Tensor | None
 Finish = Callable[[], int | None]
@@ -172,9 +174,9 @@ class MirrorPeers:
         name = self._channel("broadcast_object", root)
         if root == self._rank:
             for slot, payload in enumerate(payloads):
-                self._record_bytes(name, payload, sequence, slot)
+                self._record_object(name, payload, sequence, slot)
             return list(payloads)
-        return [self._journal.look_up(name, sequence=sequence, slot=slot) for slot in range(len(payloads))]
+        return [self._look_up_object(name, sequence, slot) for slot in range(len(payloads))]
 
     def scatter_objects(
         self, payloads: Sequence[bytes], root: int, *, sequence: int
@@ -182,24 +184,24 @@ class MirrorPeers:
         """Own pickle from the root (None if no journal holds it), and the size of the largest one."""
         if root != self._rank:
             name = self._channel("scatter_object", root, self._rank)
-            payload = self._journal.look_up(name, sequence=sequence, slot=0)
+            payload = self._look_up_object(name, sequence, 0)
             return payload, len(payload or b"")
         for member, payload in enumerate(payloads):
             if member != self._rank:
-                self._record_bytes(self._channel("scatter_object", root, member), payload, sequence, 0)
+                self._record_object(self._channel("scatter_object", root, member), payload, sequence, 0)
         return payloads[self._rank], max(map(len, payloads))
 
     def send_objects(self, payloads: Sequence[bytes], peer: int) -> None:
         """Journalled."""
         sequence = self._next("objects", peer, 0, sending=True)
         for slot, payload in enumerate(payloads):
-            self._record_bytes(self._channel("p2p_object", self._rank, peer), payload, sequence, slot)
+            self._record_object(self._channel("p2p_object", self._rank, peer), payload, sequence, slot)
 
     def recv_objects(self, count: int, peer: int) -> list[bytes | None]:
         """Pickles of the sender; None for what no journal holds."""
         sequence = self._next("objects", peer, 0, sending=False)
         name = self._channel("p2p_object", peer, self._rank)
-        return [self._journal.look_up(name, sequence=sequence, slot=slot) for slot in range(count)]
+        return [self._look_up_object(name, sequence, slot) for slot in range(count)]
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         out = values.real_view(target)
@@ -228,11 +230,23 @@ class MirrorPeers:
         if view is not None and not values.is_synthesized(tensor):
             self._journal.record(name, sequence=sequence, slot=slot, payload=_to_bytes(view))
 
-    def _record_bytes(self, name: str, payload: bytes, sequence: int, slot: int) -> None:
-        if len(payload) > MAX_OBJECT_BYTES:
+    def _record_object(self, name: str, pickled: bytes, sequence: int, slot: int) -> None:
+        """Journal an object of this process in its plain form, if it has one."""
+        payload = plain.encode(pickle.loads(pickled)) if len(pickled) <= MAX_OBJECT_BYTES else None
+        if payload is None:
             self._journal.stats.dropped += 1
         else:
             self._journal.record(name, sequence=sequence, slot=slot, payload=payload)
+
+    def _look_up_object(self, name: str, sequence: int, slot: int) -> bytes | None:
+        """The pickle of an object that a virtual rank sends us; None if no journal holds it."""
+        payload = self._journal.look_up(name, sequence=sequence, slot=slot)
+        if payload is None:
+            return None
+        try:
+            return pickle.dumps(plain.decode(payload))
+        except ValueError as error:
+            raise FileFormatError(f"the journal's payload {name} is damaged: {error}") from error
 
     def _receive(self, name: str, tensor: Tensor, sequence: int, slot: int) -> None:
         """A broadcast from a virtual root: the journal's payload, else what we hold (if it is a number)."""

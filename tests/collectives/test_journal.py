@@ -209,11 +209,11 @@ def test_equal_payloads_are_stored_once(make_world: Callable[..., Any], tmp_path
     ("content", "message"),
     [
         ("", "truncated or not a prism journal"),
-        ('{"schema": 1, "rank"', "truncated or not a prism journal"),
+        ('{"schema": 2, "rank"', "truncated or not a prism journal"),
         ("[1, 2]", "truncated or not a prism journal"),
-        ('{"schema": 1, "rank": 0, "payloads": ["%%"], "entries": {}}', "truncated or not a prism journal"),
-        ('{"schema": 1, "rank": 0, "payloads": [], "entries": {"a": [[1, 0, 5]]}}', "bad entry"),
-        (f'{{"schema": {SCHEMA + 1}, "rank": 0}}', "schema 2"),
+        ('{"schema": 2, "rank": 0, "payloads": ["%%"], "entries": {}}', "truncated or not a prism journal"),
+        ('{"schema": 2, "rank": 0, "payloads": [], "entries": {"a": [[1, 0, 5]]}}', "bad entry"),
+        (f'{{"schema": {SCHEMA + 1}, "rank": 0}}', "schema 3"),
     ],
 )
 def test_damaged_files(tmp_path: Path, content: str, message: str) -> None:
