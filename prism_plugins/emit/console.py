@@ -219,16 +219,16 @@ def _ranks(p: Prediction) -> Text:
     seconds = sum(s.seconds for s in p.slices)
     cached = sum(s.cached for s in p.slices)
     ops = max((s.ops for s in p.slices), default=0)
-    by_source: dict[str, int] = {}
-    for c in p.classes:
-        by_source[c.source] = by_source.get(c.source, 0) + c.num_ranks
-    sources = ", ".join(f"{by_source[s]:,} {s}" for s in ("sliced", "inferred", "derived") if s in by_source)
+    derived = sum(c.num_ranks for c in p.classes if c.source == "derived")
+    sliced = len({s.rank for s in p.slices} - set(p.audit.ranks))
+    counts = {"sliced": sliced, "inferred": max(p.world_size - derived - sliced, 0), "derived": derived}
+    sources = ", ".join(f"{count:,} {source}" for source, count in counts.items() if count)
     text = Text(
         f"{len(p.slices)} slices ({seconds:.1f} s of work, {cached} from the cache, up to {ops:,} ops an iteration)"
         f" stand for {p.world_size:,} ranks in {len(p.classes)} classes"
     )
     if sources:
-        text.append(f"\nprograms of ranks by class: {sources}; simulated in {p.simulate_seconds:.2f} s")
+        text.append(f"\nprograms of ranks: {sources}; simulated in {p.simulate_seconds:.2f} s")
     return text
 
 

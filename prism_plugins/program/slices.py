@@ -82,7 +82,6 @@ class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Equal for two stages that hold the same layers, embedding, loss, …"""
     schedule: tuple[Phase, ...] = ()
     """The phases of one iteration in the order the framework's scheduler runs them on this stage."""
-    num_warmup: int = 0
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
