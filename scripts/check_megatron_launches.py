@@ -3,7 +3,7 @@
 
     python scripts/check_megatron_launches.py --megatron PATH/Megatron-LM [--only 7b,175b] [--audit 4]
 
-Prints one line a case: exit status, wall seconds, slices, the slowest slice's microseconds per op and memory,
+Prints one line a case: exit status, wall seconds, slices, the slowest slice's microseconds per device kernel and memory,
 simulated seconds, audit, predicted iteration time. Exits 1 if a case failed.
 """
 
@@ -139,7 +139,7 @@ def run_case(name: str, *, args: argparse.Namespace, out_dir: Path) -> bool:
     )
     audit = prediction["audit"]
     print(
-        f"{name}: ok in {seconds:.0f} s, {len(reports)} slices, {us_per_op:.1f} us/op, "
+        f"{name}: ok in {seconds:.0f} s, {len(reports)} slices, {us_per_op:.1f} us a kernel, "
         f"{max(r['max_rss_bytes'] for r in reports) / 2**20:.0f} MiB, simulated in "
         f"{prediction['simulate_seconds']:.2f} s, audit {audit['matched']} of {len(audit['ranks'])}, "
         f"{prediction['iteration_time_ms']:.1f} ms an iteration",
