@@ -61,6 +61,8 @@ class Context:
         self.seconds: list[float] = []
         self.steady = False
         self._began: float | None = None
+        self._tentative = False
+        """An iteration was begun by :meth:`next_iteration`, and nothing says yet that the script trains on."""
         self._hooks = ImportHooks()
         self._hooks.install()
         self._on_iteration = on_iteration
@@ -113,16 +115,40 @@ class Context:
         """A training iteration starts; raises :class:`EndOfSlice` when enough was seen."""
         if self._began is not None:
             self.end_iteration()
+        self.stop_if_enough()
+        self._start()
+
+    def next_iteration(self) -> None:
+        """A training iteration ended and the next one starts, if the script goes on to train."""
+        self.end_iteration()
+        self._start()
+        self._tentative = True
+
+    def stop_if_enough(self) -> None:
+        """The script trains (on); raises :class:`EndOfSlice` when enough was seen."""
+        self._tentative = False
         # Ranks that run for real and exchange messages must all stop after the same iteration.
         settled = self.steady and not self.spec.real_ranks
         if settled or len(self.hashes) >= self.spec.iterations:
             self._end()
+
+    def drop_iteration(self) -> None:
+        """What was recorded since the iteration began is no part of training (an evaluation, a checkpoint)."""
+        if self._began is not None:
+            self.end_phase()
+            self.recorder.stop()
+            self._began = None
+
+    def _start(self) -> None:
         self.recorder.reset_peaks()
         self.recorder.start()
         self._began = time.monotonic()
 
     def end_iteration(self) -> None:
         """A training iteration ended."""
+        if self._tentative:
+            self._tentative = False
+            self.drop_iteration()
         if self._began is None:
             return
         self.end_phase()

@@ -26,7 +26,6 @@ class EntryPoint(NamedTuple):
 
 
 ENTRY_POINTS = (
-    EntryPoint("deepspeed", "initialize", "deepspeed", "DeepSpeed"),
     EntryPoint("torch.nn.parallel.distributed", "DistributedDataParallel.__init__", "torch", "torch's DDP"),
     EntryPoint(
         "torch.distributed.fsdp.fully_sharded_data_parallel",

@@ -22,13 +22,16 @@ class ImportedModules:
         setattr(target, name, replacement)
 
 
-def test_deepspeed_is_named_until_an_integration_takes_it():
-    module = types.SimpleNamespace(initialize=lambda **kwargs: "engine")
-    refuse_unsupported(ImportedModules(deepspeed=module), {"deepspeed", "megatron"})
-    assert module.initialize() == "engine"
-    refuse_unsupported(ImportedModules(deepspeed=module), {"megatron"})
-    with pytest.raises(PrismError, match=r"trains with DeepSpeed, .* not emulate yet .*knows: megatron\)"):
-        module.initialize(model=None)
+def test_a_way_to_train_is_named_until_an_integration_takes_it():
+    module = pytest.importorskip("torch.nn.parallel.distributed")
+    cls = types.SimpleNamespace(__init__=lambda *args: None)
+    stand_in = types.SimpleNamespace(DistributedDataParallel=cls)
+    modules = ImportedModules(**{module.__name__: stand_in})
+    refuse_unsupported(modules, {"torch", "megatron"})
+    cls.__init__()
+    refuse_unsupported(modules, {"megatron"})
+    with pytest.raises(PrismError, match=r"trains with torch's DDP, .* not emulate yet .*knows: megatron\)"):
+        cls.__init__()
 
 
 @pytest.mark.parametrize("entry", [e for e in ENTRY_POINTS if e.integration == "torch"], ids=lambda e: e.what)

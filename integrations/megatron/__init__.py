@@ -15,13 +15,14 @@ class MegatronIntegration:
 
     def install(self, context: SliceContext) -> None:
         """Register import hooks; nothing of Megatron is imported."""
-        from prism_plugins.integrations.megatron.hooks import install_hooks
+        from prism_plugins.integration.hook_table import install_hooks
+        from prism_plugins.integrations.megatron.hooks import SUPPORTED, hook_table
         from prism_plugins.integrations.megatron.log import tap_log
         from prism_plugins.integrations.megatron.session import Session
         from prism_plugins.integrations.megatron.triton_stub import provide_triton
 
         provide_triton(context)
-        install_hooks(Session(context))
+        install_hooks(context, Session(context), hook_table(), framework="Megatron", supported=SUPPORTED)
         tap_log(context)
 
     def rewrite_log(self, lines: Sequence[str], prediction: Prediction) -> list[str]:

@@ -1,21 +1,13 @@
-"""Every place where the integration hooks Megatron, as one table.
-
-A hook wraps (or replaces) one attribute of one module right after that module was imported, before anyone can
-import the attribute by name. A required attribute that is missing is an error that names it: a newer Megatron
-renamed it, and guessing would give wrong predictions.
-"""
+"""Every place where the integration hooks Megatron, as one table."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import msgspec
-
-from prism_plugins.errors import PrismError
+from prism_plugins.integration.hook_table import Hook
 from prism_plugins.integrations.megatron import compat, moe
 from prism_plugins.integrations.megatron.layout import ParallelSizes, check_world_size
 from prism_plugins.integrations.megatron.phases import (
@@ -29,30 +21,7 @@ from prism_plugins.integrations.megatron.session import BatchShape, Session
 from prism_plugins.integrations.megatron.shards import ORIGINAL_GROUPS, remember_param_groups
 from prism_plugins.program.model import Phase
 
-Wrapper = Callable[[Session, Any, ModuleType], Any]
-
 SUPPORTED = "megatron-core 0.16"
-
-
-class Hook(msgspec.Struct, frozen=True):
-    """One hooked attribute."""
-
-    module: str
-    attribute: str
-    """Dotted below the module: ``train_step``, ``P2PCommunicator.recv_forward``."""
-    wrap: Wrapper
-    """(session, original, module) → replacement."""
-    why: str
-    required: bool = True
-
-
-def install_hooks(session: Session) -> None:
-    """Register the whole table with the slice; nothing of Megatron is imported here."""
-    by_module: dict[str, list[Hook]] = {}
-    for hook in hook_table():
-        by_module.setdefault(hook.module, []).append(hook)
-    for module, hooks in by_module.items():
-        session.context.on_import(module, functools.partial(_apply, session, hooks))
 
 
 def hook_table() -> list[Hook]:
@@ -130,24 +99,6 @@ def hook_table() -> list[Hook]:
     for module, attribute, wrap, why in (*compat.HOOKS, *moe.HOOKS):
         table.append(Hook(module, attribute, wrap, why, required=False))
     return table
-
-
-def _apply(session: Session, hooks: list[Hook], module: ModuleType) -> None:
-    for hook in hooks:
-        *path, name = hook.attribute.split(".")
-        target: Any = module
-        try:
-            for part in path:
-                target = getattr(target, part)
-            original = getattr(target, name)
-        except AttributeError:
-            if not hook.required:
-                continue
-            raise PrismError(
-                f"this Megatron has no {hook.module}.{hook.attribute}, which prism needs for {hook.why}; "
-                f"{SUPPORTED} is supported"
-            ) from None
-        session.context.patch(target, name, hook.wrap(session, original, module), why=hook.why)
 
 
 # --- phases ---

@@ -8,18 +8,21 @@ learning rate stay. Lines are rewritten in the conductor, without Megatron.
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta
-from typing import Any, TextIO
+from collections.abc import Sequence
 
 from prism_plugins.integration import SliceContext
+from prism_plugins.integration.log_lines import (
+    NOT_PREDICTED,
+    SYNTHESIZED_MARK,
+    TIMESTAMP,
+    PredictedClock,
+    holds_rank,
+    tap_stdout,
+)
 from prism_plugins.program.prediction import ClassMemory, Prediction
 
 ITERATION_LINE = re.compile(r"\biteration\s+(\d+)\s*/\s*\d+\s*\|.*elapsed time per iteration")
 MEMORY_LINE = re.compile(r"^\[Rank (\d+)\] .*memory \(MB\) \|")
-TIMESTAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?)\]")
-
 EXACT_FIELDS = (
     "iteration",
     "consumed samples",
@@ -32,9 +35,6 @@ EXACT_FIELDS = (
 )
 """Fields of an iteration line that do not depend on the model's values or the machine."""
 
-SYNTHESIZED_MARK = "*"
-NOT_PREDICTED = "not predicted"
-
 
 def is_log_line(line: str) -> bool:
     """Whether Megatron prints this line once per iteration (training or memory)."""
@@ -43,35 +43,12 @@ def is_log_line(line: str) -> bool:
 
 def tap_log(context: SliceContext) -> None:
     """Report the log lines that the script prints, whatever prints them; the output itself is unchanged."""
-    context.patch(sys, "stdout", _Tap(sys.stdout, context.log_line), why="the framework's log lines")
-
-
-class _Tap:
-    """A text stream that hands complete log lines on."""
-
-    def __init__(self, stream: TextIO, report: Callable[[str], None]) -> None:
-        self._stream = stream
-        self._report = report
-        self._pending = ""
-
-    def write(self, text: str) -> int:
-        *complete, self._pending = (self._pending + text).split("\n")
-        for line in complete:
-            if is_log_line(line):
-                self._report(line.rstrip())
-        return self._stream.write(text)
-
-    def writelines(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    tap_stdout(context, is_log_line)
 
 
 def rewrite_lines(lines: Sequence[str], prediction: Prediction) -> list[str]:
     """The lines as the target job would print them. A line of unknown form is kept as it is."""
-    clock = _Clock(prediction.iteration_time_ms)
+    clock = PredictedClock(prediction.iteration_time_ms)
     rewritten = []
     for line in lines:
         memory = MEMORY_LINE.match(line)
@@ -83,26 +60,6 @@ def rewrite_lines(lines: Sequence[str], prediction: Prediction) -> list[str]:
         else:
             rewritten.append(line)
     return rewritten
-
-
-class _Clock:
-    """Timestamps that advance by the predicted time from the first line on."""
-
-    def __init__(self, iteration_time_ms: float) -> None:
-        self._step = timedelta(milliseconds=iteration_time_ms)
-        self._first: tuple[datetime, int] | None = None
-
-    def stamp(self, line: str, iteration: int) -> str:
-        found = TIMESTAMP.search(line)
-        if not found:
-            return line
-        fraction = "." in found.group(1)
-        form = "%Y-%m-%d %H:%M:%S.%f" if fraction else "%Y-%m-%d %H:%M:%S"
-        if self._first is None:
-            self._first = datetime.strptime(found.group(1), form), iteration
-        start, first = self._first
-        time = (start + self._step * (iteration - first)).strftime(form)
-        return f"{line[: found.start(1)]}{time}{line[found.end(1) :]}"
 
 
 def _iteration_line(line: str, prediction: Prediction) -> str:
@@ -130,7 +87,7 @@ def _iteration_field(field: str, prediction: Prediction) -> str:
 
 
 def _memory_line(line: str, rank: int, prediction: Prediction) -> str:
-    memory = next((m for m in prediction.memory if _holds(m.ranks, rank)), None)
+    memory = next((m for m in prediction.memory if holds_rank(m.ranks, rank)), None)
     if memory is None:
         return line
     return "|".join(_memory_field(field, memory) for field in line.split("|"))
@@ -153,12 +110,3 @@ def _with_value(field: str, value: str) -> str:
     head, _, tail = field.rpartition(":")
     trailing = tail[len(tail.rstrip()) :]
     return f"{head}: {value}{trailing}"
-
-
-def _holds(ranks: str, rank: int) -> bool:
-    """Whether a compact list such as ``0-7,64`` holds a rank."""
-    for part in ranks.split(","):
-        first, _, last = part.strip().partition("-")
-        if first and int(first) <= rank <= int(last or first):
-            return True
-    return False

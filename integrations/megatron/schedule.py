@@ -18,14 +18,12 @@ from typing import Any
 import msgspec
 
 from prism_plugins.errors import PrismError
+from prism_plugins.integration.phase_tracker import PhaseList, PhaseTracker, wrap_sync
 from prism_plugins.integrations.megatron.phases import (
     P2P_METHODS,
-    PhaseList,
-    PhaseTracker,
     wrap_backward_step,
     wrap_forward_step,
     wrap_p2p,
-    wrap_sync,
 )
 from prism_plugins.program.model import Phase
 

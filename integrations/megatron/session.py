@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from prism_plugins.integration import SliceContext
+from prism_plugins.integration.phase_tracker import PhaseTracker, wrap_sync
 from prism_plugins.integrations.megatron.layout import ParallelSizes
-from prism_plugins.integrations.megatron.phases import PhaseTracker, wrap_sync
 from prism_plugins.program.model import MemoryCategory, Phase
 
 

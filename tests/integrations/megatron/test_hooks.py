@@ -12,13 +12,19 @@ import pytest
 
 from prism_plugins.errors import PrismError
 from prism_plugins.import_hooks import ImportHooks
-from prism_plugins.integrations.megatron.hooks import Hook, _apply, hook_table
+from prism_plugins.integration.hook_table import Hook, apply_hooks
+from prism_plugins.integrations.megatron.hooks import SUPPORTED, hook_table
 from prism_plugins.integrations.megatron.phases import P2P_METHODS
 from prism_plugins.integrations.megatron.refusals import translated
 from prism_plugins.integrations.megatron.session import Session
 from prism_plugins.integrations.megatron.triton_stub import provide_triton
 
 HOOKS = hook_table()
+
+
+def _apply(hooks: list[Hook], module: ModuleType) -> None:
+    context = FakeContext()
+    apply_hooks(context, Session(context), hooks, module, framework="Megatron", supported=SUPPORTED)
 
 
 class FakeContext:
@@ -80,12 +86,12 @@ def test_a_renamed_attribute_is_named():
     module = ModuleType("megatron.core.somewhere")
     hook = Hook("megatron.core.somewhere", "old_name", lambda s, o, m: o, "phase forward")
     with pytest.raises(PrismError, match=r"no megatron\.core\.somewhere\.old_name, .* phase forward"):
-        _apply(Session(FakeContext()), [hook], module)
+        _apply([hook], module)
 
 
 def test_an_attribute_that_may_be_missing_is_left_out():
     hook = Hook("megatron.core.somewhere", "gone", lambda s, o, m: o, "comfort", required=False)
-    _apply(Session(FakeContext()), [hook], ModuleType("megatron.core.somewhere"))
+    _apply([hook], ModuleType("megatron.core.somewhere"))
 
 
 def test_phases_outside_iterations_are_not_reported():

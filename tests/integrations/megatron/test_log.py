@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from prism_plugins.integration.log_lines import LogTap
 from prism_plugins.integrations.megatron import MegatronIntegration
-from prism_plugins.integrations.megatron.log import _Tap, rewrite_lines
+from prism_plugins.integrations.megatron.log import is_log_line, rewrite_lines
 from prism_plugins.program.prediction import Audit, Breakdown, ClassMemory, Prediction
 
 ITERATION = (
@@ -94,7 +95,7 @@ def test_lines_of_unknown_form_are_kept():
 
 def test_the_tap_reports_complete_log_lines_and_passes_everything_on():
     out, seen = io.StringIO(), []
-    tap = _Tap(out, seen.append)
+    tap = LogTap(out, seen.append, is_log_line)
     line = ITERATION.format(n=1)
     for piece in ("training ...\n", line[:40], line[40:], "\n", MEMORY + "\n", "iteration 3\n"):
         tap.write(piece)

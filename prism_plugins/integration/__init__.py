@@ -50,6 +50,19 @@ class SliceContext(Protocol):
         """A training iteration ended. May raise :class:`EndOfSlice` once enough was seen."""
         ...
 
+    def next_iteration(self) -> None:
+        """A training iteration ended and the next one starts here, if the script goes on to train. Never raises:
+        what the script prints about the ended one is still printed."""
+        ...
+
+    def stop_if_enough(self) -> None:
+        """The script trains on after :meth:`next_iteration`. May raise :class:`EndOfSlice`."""
+        ...
+
+    def drop_iteration(self) -> None:
+        """What was recorded since the iteration began is no part of training (an evaluation, a checkpoint)."""
+        ...
+
     def tag(self, tensor: Any, category: MemoryCategory) -> None:
         """Say what the storage behind a tensor is for."""
         ...

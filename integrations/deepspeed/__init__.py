@@ -1,0 +1,32 @@
+"""DeepSpeed integration: ``deepspeed.initialize`` engines with ZeRO, pipeline, expert and sequence parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prism_plugins.integration import SliceContext
+from prism_plugins.program.prediction import Prediction
+
+
+class DeepSpeedIntegration:
+    """Hooks DeepSpeed inside a slice, and rewrites its log in the conductor (which never imports DeepSpeed)."""
+
+    name = "deepspeed"
+
+    def install(self, context: SliceContext) -> None:
+        """Register import hooks; nothing of DeepSpeed is imported."""
+        from prism_plugins.integration.hook_table import install_hooks
+        from prism_plugins.integrations.deepspeed.accelerator import use_virtual_accelerator
+        from prism_plugins.integrations.deepspeed.hooks import SUPPORTED, hook_table
+        from prism_plugins.integrations.deepspeed.log import tap_log
+        from prism_plugins.integrations.deepspeed.session import Session
+
+        use_virtual_accelerator(context)
+        install_hooks(context, Session(context), hook_table(), framework="DeepSpeed", supported=SUPPORTED)
+        tap_log(context)
+
+    def rewrite_log(self, lines: Sequence[str], prediction: Prediction) -> list[str]:
+        """DeepSpeed's per-step lines at target scale; see :mod:`~.log`."""
+        from prism_plugins.integrations.deepspeed.log import rewrite_lines
+
+        return rewrite_lines(lines, prediction)

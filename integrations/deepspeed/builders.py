@@ -1,0 +1,59 @@
+"""DeepSpeed's compiled ops on the virtual device: recorded, not computed.
+
+Builders of ops that have no equivalent here stay DeepSpeed's own; loading one tells the user which option needs it
+(the virtual device refuses to compile CUDA extensions).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from prism_plugins.integration import SliceContext
+
+
+def virtual_builder(context: SliceContext, class_name: str) -> type | None:
+    """The builder class for an op that is emulated, else None."""
+    make = _OPS.get(class_name)
+    if make is None:
+        return None
+
+    class Builder:
+        """A builder whose op is ready."""
+
+        NAME = class_name.removesuffix("Builder")
+
+        def absolute_name(self) -> str:
+            return f"prism_plugins.{self.NAME}"
+
+        def is_compatible(self, verbose: bool = False) -> bool:
+            return True
+
+        def builder_available(self) -> bool:
+            return True
+
+        def load(self, verbose: bool = False) -> Any:
+            return make(context)
+
+    Builder.__name__ = Builder.__qualname__ = class_name
+    return Builder
+
+
+def _fused_adam(context: SliceContext) -> Any:
+    """``multi_tensor_adam(chunk_size, noop_flag, [grads, params, exp_avgs, exp_avg_sqs], ...)``: one kernel."""
+    from prism_plugins.capture.recorder import get_recorder
+
+    def multi_tensor_adam(chunk: int, noop: Any, lists: list[list[Any]], *rest: Any) -> None:
+        grads, params, first, second = lists
+        get_recorder().kernel("deepspeed::multi_tensor_adam", [*params, *grads, *first, *second])
+
+    return SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
+
+
+def _utils(context: SliceContext) -> Any:
+    from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+    return SimpleNamespace(flatten=_flatten_dense_tensors, unflatten=_unflatten_dense_tensors)
+
+
+_OPS = {"FusedAdamBuilder": _fused_adam, "UtilsBuilder": _utils}

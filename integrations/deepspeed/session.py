@@ -1,0 +1,78 @@
+"""One DeepSpeed job inside a slice: its engine, what was learnt about it, where its iterations begin and end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prism_plugins.integration import SliceContext
+from prism_plugins.integration.phase_tracker import PhaseTracker
+from prism_plugins.program.model import Phase
+
+
+class Session:
+    """State that the hooks share. One per slice."""
+
+    def __init__(self, context: SliceContext) -> None:
+        self.context = context
+        self.engine: Any = None
+        """The engine that trains: the first one to run a training forward."""
+        self.iterating = False
+        """An iteration is recorded."""
+        self.microbatch = 0
+        """Micro-batch of the iteration that is at work."""
+        self.tracker = PhaseTracker(_WhileIterating(self))
+        self._iterations = 0
+        self._stepped = False
+
+    def training_begins(self, engine: Any) -> None:
+        """An engine is about to run a training forward pass. The first one reports the facts of the job and begins
+        the first iteration; later ones last from the end of one optimizer step to the end of the next."""
+        if self.engine is None:
+            from prism_plugins.integrations.deepspeed.facts import job_facts
+
+            self.engine = engine
+            self.context.set_facts(job_facts(self, engine))
+        if self._iterations < 3:
+            from prism_plugins.integrations.deepspeed.memory import tag_engine
+
+            tag_engine(self.context, engine)
+        if not self.iterating:
+            self.iterating = True
+            self.context.begin_iteration()
+            self._new_iteration()
+        elif self._stepped:
+            self._stepped = False
+            self.context.stop_if_enough()
+
+    def optimizer_stepped(self) -> None:
+        """The optimizer step of an iteration ended, and with it the iteration."""
+        if self.iterating:
+            self.context.next_iteration()
+            self._new_iteration()
+            self._stepped = True
+
+    def training_pauses(self) -> None:
+        """The script does something else between two iterations: evaluates, saves."""
+        if self.iterating:
+            self.iterating = False
+            self.context.drop_iteration()
+
+    def _new_iteration(self) -> None:
+        self._iterations += 1
+        self.microbatch = 0
+        self.tracker.new_iteration()
+
+
+class _WhileIterating:
+    """A phase sink that is deaf outside training iterations."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def begin_phase(self, phase: Phase) -> None:
+        if self._session.iterating:
+            self._session.context.begin_phase(phase)
+
+    def end_phase(self) -> None:
+        if self._session.iterating:
+            self._session.context.end_phase()
