@@ -8,7 +8,7 @@ import msgspec
 
 from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.cluster import Cluster
-from prism_plugins.emit.ranks import format_ranks
+from prism_plugins.emit.ranks import format_ranks, join_ranks
 from prism_plugins.options import Options
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.memory import memory_findings, memory_of_classes
@@ -81,7 +81,12 @@ def predict(evidence: Evidence) -> Prediction:
         memory=evidence.memory,
         slices=tuple(_slice(rank, report) for rank, report in sorted(evidence.reports.items())),
         classes=_classes(evidence),
-        findings=(*evidence.findings, *memory_findings(evidence.memory), *_unsteady(evidence.reports)),
+        findings=(
+            *evidence.findings,
+            *merged_findings(evidence.reports),
+            *memory_findings(evidence.memory),
+            *_unsteady(evidence.reports),
+        ),
         unpriced_ops=dict(timeline.unpriced) if timeline is not None else {},
         synthesized_reads=sum(report.synthesized_reads for report in evidence.reports.values()),
         assumptions=_assumptions(evidence),
@@ -124,6 +129,18 @@ def _classes(evidence: Evidence) -> tuple[ClassSummary, ...]:
             )
         )
     return tuple(summaries)
+
+
+def merged_findings(reports: Mapping[int, SliceReport]) -> list[Finding]:
+    """What slices found, once each, with the ranks of all slices that found it."""
+    found: dict[Finding, list[str]] = {}
+    for _, report in sorted(reports.items()):
+        for finding in report.findings:
+            found.setdefault(msgspec.structs.replace(finding, ranks=""), []).append(finding.ranks)
+    return [
+        msgspec.structs.replace(finding, ranks=join_ranks(ranks) if all(ranks) else "")
+        for finding, ranks in found.items()
+    ]
 
 
 def _unsteady(reports: dict[int, SliceReport]) -> list[Finding]:

@@ -166,6 +166,7 @@ class Slice:
             report.seconds_per_iteration = tuple(context.seconds)
             report.iteration_hashes = tuple(context.hashes)
             report.assumptions = tuple(context.assumptions)
+            report.findings = tuple(context.findings)
             report.log_lines = tuple(context.log_lines)
         report.seconds = time.monotonic() - self._started
         report.max_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -20,6 +20,7 @@ import msgspec
 from prism_plugins.import_hooks import ImportHooks
 from prism_plugins.integration import EndOfSlice
 from prism_plugins.program.model import MemoryCategory, Phase
+from prism_plugins.program.prediction import Finding
 from prism_plugins.program.slices import JobFacts, SliceSpec
 from prism_plugins.rundir import write_json
 from prism_plugins.steadiness import iteration_hash
@@ -52,6 +53,7 @@ class Context:
         self.facts: JobFacts | None = None
         self.phase: Phase | None = None
         self.assumptions: list[str] = []
+        self.findings: list[Finding] = []
         self.log_lines: list[str] = []
         self.patches: list[Patch] = []
         self.iteration: Any = None
@@ -169,6 +171,11 @@ class Context:
         """Add a line to the assumptions (once)."""
         if text not in self.assumptions:
             self.assumptions.append(text)
+
+    def finding(self, finding: Finding) -> None:
+        """Report something the user should know before booking the cluster (once)."""
+        if finding not in self.findings:
+            self.findings.append(finding)
 
     def log_line(self, text: str) -> None:
         """Report one of the framework's own per-iteration log lines, as printed."""

@@ -10,6 +10,7 @@ import pytest
 from prism_plugins.errors import PrismError
 from prism_plugins.integration import EndOfSlice
 from prism_plugins.program.model import EVENT_DTYPE, EventKind, Phase
+from prism_plugins.program.prediction import Finding
 from prism_plugins.program.slices import GpuFacts, JobFacts, SliceSpec
 from prism_plugins.slice_context import Context
 from prism_plugins.world.layout import Layout
@@ -164,3 +165,10 @@ def test_assumptions_are_listed_once(context):
     context.assume("b")
     context.assume("a")
     assert context.assumptions == ["a", "b"]
+
+
+def test_findings_are_told_once(context):
+    finding = Finding(kind="config", severity="warning", message="typo")
+    context.finding(finding)
+    context.finding(Finding(kind="config", severity="warning", message="typo"))
+    assert context.findings == [finding]

@@ -23,6 +23,15 @@ def format_ranks(ranks: Iterable[int] | np.ndarray, *, max_runs: int = 0) -> str
     return ",".join(runs)
 
 
+def join_ranks(texts: Iterable[str]) -> str:
+    """Lists made by :func:`format_ranks` as one."""
+    ranks: list[int] = []
+    for run in ",".join(texts).split(","):
+        first, _, last = run.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return format_ranks(ranks)
+
+
 def shorten_ranks(text: str, *, max_runs: int = 3) -> str:
     """A list made by :func:`format_ranks`, cut to its first runs, with the number of ranks."""
     runs = text.split(",")

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from prism_plugins.program.model import MemoryCategory, Phase
-from prism_plugins.program.prediction import Prediction
+from prism_plugins.program.prediction import Finding, Prediction
 from prism_plugins.program.slices import JobFacts, SliceSpec
 
 
@@ -69,6 +69,11 @@ class SliceContext(Protocol):
 
     def assume(self, text: str) -> None:
         """Add a line to the assumptions (once)."""
+        ...
+
+    def finding(self, finding: Finding) -> None:
+        """Report something the user should know before booking the cluster (once). ``ranks`` empty: the whole job;
+        equal findings of several slices become one, with the ranks of all."""
         ...
 
     def log_line(self, text: str) -> None:

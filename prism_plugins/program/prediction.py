@@ -67,9 +67,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """oom, unpriced, hang, layout, audit, …"""
     severity: str
-    """error, warning or info."""
-    ranks: str
-    phase: str
+    """error (the job would not run), warning or info."""
+    ranks: str = ""
+    """Compact list; empty: the whole job."""
+    phase: str = ""
     message: str
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from prism_plugins.program.model import SCHEMA, Phase
+from prism_plugins.program.prediction import Finding
 from prism_plugins.world.layout import Layout
 
 
@@ -127,6 +128,8 @@ class SliceReport(msgspec.Struct, kw_only=True):
     """Live at the end of the steady iteration."""
     synthesized_reads: int = 0
     assumptions: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """What the integration found wrong or doubtful about the job."""
     log_lines: tuple[str, ...] = ()
     """The framework's own per-iteration log lines, as printed."""
     cached: bool = False

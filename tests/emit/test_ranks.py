@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism_plugins.emit.ranks import format_ranks, shorten_ranks
+from prism_plugins.emit.ranks import format_ranks, join_ranks, shorten_ranks
 from prism_plugins.options import parse_ranks
 
 
@@ -26,6 +26,10 @@ def test_runs(ranks, text):
 @given(st.sets(st.integers(0, 200), min_size=1))
 def test_the_options_read_what_is_printed(ranks):
     assert parse_ranks(format_ranks(ranks), world_size=201) == tuple(sorted(ranks))
+
+
+def test_lists_as_one():
+    assert join_ranks(["8-15", "0,3", "1-2,9"]) == "0-3,8-15"
 
 
 def test_long_lists_keep_the_count():
