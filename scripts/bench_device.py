@@ -13,7 +13,7 @@ import statistics
 import time
 from types import SimpleNamespace
 
-from prism_plugins.device.facts import gpu_facts
+from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.device.load import install_torch_cuda, load_device
 from prism_plugins.program.slices import SliceSpec
 
@@ -22,7 +22,12 @@ REPEATS, CALLS = 15, 1000
 
 def main() -> None:
     spec = SliceSpec(
-        rank=0, world_size=8, gpus_per_node=8, argv=(), gpu=gpu_facts("h100-sxm-80gb"), slice_dir="."
+        rank=0,
+        world_size=8,
+        gpus_per_node=8,
+        argv=(),
+        gpu=load_cluster("dgx-h100").gpu_facts(),
+        slice_dir=".",
     )
     load_device(spec)
     import torch

@@ -4,8 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup_env.sh megatron dev report
-bin="$PWD/${PRISM_VENV:-.venv}/bin"
-export PATH="$bin:$PATH"
+export PATH="$(realpath "${PRISM_VENV:-.venv}")/bin:$PATH"
 ruff check .
 ruff format --check .
 lint-imports

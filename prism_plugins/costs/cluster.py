@@ -102,6 +102,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
 
+_MAX_US = 1e6
+"""Longest latency or host time a description may give."""
+
+
 def presets() -> tuple[str, ...]:
     """Names of the clusters that ship with the package."""
     return tuple(
@@ -182,6 +186,11 @@ def check_values(cluster: Cluster, *, source: str) -> None:
                 if not smallest_ok or value != value or value == float("inf"):
                     raise PrismError(
                         f"cluster {source}: key '{section}.{key}' must be a positive number, not {value}"
+                    )
+                if key.endswith("_us") and value > _MAX_US:
+                    raise PrismError(
+                        f"cluster {source}: key '{section}.{key}' is in microseconds and must be at most "
+                        f"{_MAX_US:g}, not {value:g}"
                     )
     for dtype, flops in cluster.gpu.peak_flops.items():
         if not 0 < flops < float("inf"):

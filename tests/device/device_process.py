@@ -41,7 +41,7 @@ def _serve(device: str) -> None:
     # Tests may print; the answers must not mix with that.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from prism_plugins.device.facts import gpu_facts
+    from prism_plugins.costs.cluster import load_cluster
     from prism_plugins.device.load import install_torch_cuda, load_device
     from prism_plugins.program.slices import SliceSpec
 
@@ -51,7 +51,7 @@ def _serve(device: str) -> None:
         gpus_per_node=8,
         argv=("train.py",),
         device=device,
-        gpu=gpu_facts("h100-sxm-80gb"),
+        gpu=load_cluster("dgx-h100").gpu_facts(),
         slice_dir=".",
     )
     load_device(spec)

@@ -101,10 +101,10 @@ def test_the_cache_key_follows_torch_and_the_sources(monkeypatch):
 LOAD = """
     import sys
     from prism_plugins.device import build, load
-    from prism_plugins.device.facts import gpu_facts
+    from prism_plugins.costs.cluster import load_cluster
     from prism_plugins.errors import PrismError
     from prism_plugins.program.slices import SliceSpec
-    spec = SliceSpec(rank=0, world_size=8, gpus_per_node=8, argv=(), gpu=gpu_facts("h200"), slice_dir=".")
+    spec = SliceSpec(rank=0, world_size=8, gpus_per_node=8, argv=(), gpu=load_cluster("dgx-h200").gpu_facts(), slice_dir=".")
     {prepare}
     try:
         load.load_device(spec)

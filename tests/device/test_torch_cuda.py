@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.device import torch_cuda
 from prism_plugins.device.bindings import bindings
-from prism_plugins.device.facts import gpu_facts
 from prism_plugins.program.slices import SliceSpec
 
 DEVICE = "virtual"
@@ -24,7 +24,7 @@ class Context:
             world_size=8,
             gpus_per_node=8,
             argv=(),
-            gpu=gpu_facts("h100-sxm-80gb"),
+            gpu=load_cluster("dgx-h100").gpu_facts(),
             slice_dir=".",
         )
         self.assumed = []
@@ -82,7 +82,7 @@ def test_identity_of_the_gpu():
     assert torch.cuda.is_bf16_supported()
     properties = torch.cuda.get_device_properties(0)
     assert properties.multi_processor_count == 132
-    assert properties.total_memory == gpu_facts("h100-sxm-80gb").memory_bytes
+    assert properties.total_memory == load_cluster("dgx-h100").gpu_facts().memory_bytes
     assert "sm_90" in torch.cuda.get_arch_list()
     assert torch.cuda.nccl.version() >= (2, 20)
     assert torch.cuda.can_device_access_peer(0, 1)
