@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from prism_plugins import __version__
 from prism_plugins.errors import PrismError
-from prism_plugins.streams import give_up, prepare_streams
+from prism_plugins.streams import give_up, prepare_streams, visible
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = arguments.run(arguments)
         sys.stdout.flush()
     except PrismError as error:
-        print(f"prism: error: {error}", file=sys.stderr)
+        print(f"prism: error: {visible(str(error))}", file=sys.stderr)
         return EXIT_USER_ERROR
     except BrokenPipeError:
         # The reader (head, less) went away; nothing more may be written, not even at interpreter exit.

@@ -9,6 +9,7 @@ from prism_plugins.cli_run import add_run_argument, check_finished, open_run
 from prism_plugins.emit.all import written_files
 from prism_plugins.emit.console import make_console, print_summary
 from prism_plugins.emit.prediction_json import read_prediction
+from prism_plugins.streams import visible
 
 _EPILOG = """\
 examples:
@@ -42,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(rundir.prediction.read_text())
         return 0
     if arguments.log and rundir.predicted_log.exists():
-        sys.stdout.write(rundir.predicted_log.read_text())
+        text = rundir.predicted_log.read_text()
+        sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     print_summary(prediction, files=written_files(rundir), console=make_console(sys.stdout))
     return 0

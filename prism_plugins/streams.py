@@ -13,6 +13,15 @@ from typing import NoReturn, TextIO
 
 from rich.console import Console
 
+_CONTROL = {
+    code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"
+}
+
+
+def visible(text: str) -> str:
+    """Text from a file that anyone may have written, without what steers a terminal (escape sequences)."""
+    return text.translate(_CONTROL)
+
 
 def prepare_streams() -> None:
     """Put the null device where a stream was closed; have characters that an encoding lacks shown as ``?``."""

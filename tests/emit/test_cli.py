@@ -38,6 +38,15 @@ class TestShow:
         assert cli.main(["show", "latest", "--log"]) == 0
         assert " iteration 1/ 2 | elapsed 1.2 |\n" in capsys.readouterr().out
 
+    def test_a_foreign_run_cannot_steer_the_terminal(self, run, capsys):
+        data = json.loads(run.prediction.read_text())
+        data["assumptions"] = ["calm \x1b]0;title\x07 \x9b2J words"]
+        run.prediction.write_text(json.dumps(data))
+        assert cli.main(["show"]) == 0
+        text = capsys.readouterr().out
+        assert "calm" in text
+        assert not set(text) & {"\x1b", "\x07", "\x9b"}
+
     def test_json_is_the_file(self, run, capsys):
         assert cli.main(["show", str(run.path), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["iteration_time_ms"] == 1234.5
