@@ -15,6 +15,7 @@ import msgspec
 
 from prism_plugins.arming import ARMED
 from prism_plugins.errors import PrismError
+from prism_plugins.moe_load import BALANCED, parse_moe_load
 
 MAX_WORLD_SIZE = 1 << 20
 DEVICES = ("auto", "virtual", "cuda", "cpu")
@@ -42,6 +43,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int = 1
     """Slices at a time, in each launched process."""
     cache: bool = True
+    moe_load: str = BALANCED
+    """Tokens per expert, see :mod:`prism_plugins.moe_load`."""
 
     @property
     def all_ranks(self) -> bool:
@@ -158,6 +161,14 @@ TABLE = (
         _integer(0, MAX_WORLD_SIZE),
         "0",
         "Also run N ranks that no slice represents and compare them, op by op, with what was inferred.",
+    ),
+    Option(
+        "--prism-moe-load",
+        "balanced|zipf:S|FILE",
+        parse_moe_load,
+        "balanced",
+        "How many tokens each expert gets: the same; in proportion to 1/rank^S; or as in a JSON or CSV file of tokens "
+        "per expert.",
     ),
     Option("--prism-strict", "", _switch, "off", "An op that no cost rule prices is an error."),
     Option(
@@ -297,6 +308,7 @@ def _options(values: dict[str, Any], environ: Mapping[str, str]) -> Options:
         out=values.get("out", ""),
         jobs=values.get("jobs") or _default_jobs(environ),
         cache=not values.get("no_cache", False),
+        moe_load=values.get("moe_load", BALANCED),
     )
 
 

@@ -135,6 +135,7 @@ class SliceRunner:
             gpu=self._gpu,
             slice_dir=str(self._rundir.slice(rank).path),
             journals=tuple(str(j) for j in journals if j.exists()),
+            moe_load=options.moe_load,
         )
 
     def _lead_facts(self) -> JobFacts | None:

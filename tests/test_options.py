@@ -45,6 +45,7 @@ def test_environment_twins_and_precedence():
         PRISM_DEVICE="cpu",
         PRISM_ITERATIONS="7",
         PRISM_AUDIT="2",
+        PRISM_MOE_LOAD="zipf:1.50",
     )
     assert job.options == Options(
         world_size=8,
@@ -57,6 +58,7 @@ def test_environment_twins_and_precedence():
         out="x",
         jobs=3,
         cache=False,
+        moe_load="zipf:1.5",
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from prism_plugins.moe_load import BALANCED
 from prism_plugins.program.model import SCHEMA, Phase
 from prism_plugins.program.prediction import Finding
 from prism_plugins.world.layout import Layout
@@ -47,7 +48,8 @@ class SliceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that run as processes at the same time; groups inside this set really communicate."""
     store: str = ""
     """host:port of the TCPStore the real ranks share; empty when none do."""
-    moe_load: str = "balanced"
+    moe_load: str = BALANCED
+    """Tokens per expert, see :mod:`prism_plugins.moe_load`."""
 
 
 class OptimizerShard(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from megatron.core.transformer import TransformerConfig, torch_norm
 
-from prism_plugins.integrations.megatron import compat, moe
+from prism_plugins.integrations.megatron import compat
 from prism_plugins.integrations.megatron.session import Session
 from tests.integrations.megatron.test_hooks import FakeContext
 
@@ -73,11 +73,3 @@ def test_indices_are_built_in_memory_and_the_configuration_stays():
     assert seen == [(True, None, False)]
     assert dataset.config is config
     assert vars(config) == {"mock": False, "path_to_cache": "/cache", "defer_npy_index_mmap": True}
-
-
-def test_balanced_routing_gives_every_expert_its_share_and_every_token_its_experts():
-    for num_tokens, num_experts, topk in ((16, 8, 2), (6, 4, 2), (7, 8, 3)):
-        routing = moe.balanced_map(num_tokens, num_experts, topk)
-        per_expert = routing.sum(dim=0)
-        assert (routing.sum(dim=1) == topk).all()
-        assert int(per_expert.max() - per_expert.min()) <= 1
