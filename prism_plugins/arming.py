@@ -21,6 +21,7 @@ LAUNCHER_SCRIPTS = frozenset(
         "torchrun",
         "torchrun-script",
         "deepspeed",
+        "deepspeed.pt",
         "ds",
         "accelerate",
         "accelerate-launch",

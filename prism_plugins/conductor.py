@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator
 
 from prism_plugins import stages
@@ -10,11 +12,13 @@ from prism_plugins.cache import SliceCache
 from prism_plugins.costs.cluster import Cluster, load_cluster
 from prism_plugins.costs.model import build_cost_model
 from prism_plugins.emit import JobView, emit_all
+from prism_plugins.local_rank import check_local_rank
 from prism_plugins.options import Job
 from prism_plugins.physical import (
     Launch,
     Leadership,
     launch_from_environment,
+    led_elsewhere,
     runs_for_real,
     serve,
     serve_store,
@@ -38,6 +42,10 @@ def conduct(job: Job) -> int:
         Interrupted: Ctrl-C or SIGTERM; children were ended, finished slices are kept.
     """
     check_script(job.run_as, job.argv[0])
+    check_local_rank(job.argv, os.environ)
+    if (leader := led_elsewhere()) is not None:
+        print(f"prism: {leader}", file=sys.stderr, flush=True)
+        return 0
     launch = launch_from_environment()
     options = job.options
     cluster = load_cluster(options.cluster)

@@ -314,7 +314,7 @@ def _options(values: dict[str, Any], environ: Mapping[str, str]) -> Options:
 
 def _default_jobs(environ: Mapping[str, str]) -> int:
     """The cores there are, shared by the processes that the launcher started on this machine."""
-    local = environ.get("LOCAL_WORLD_SIZE", "1")
+    local = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE", "1")  # torchrun's, deepspeed's
     return max(1, len(os.sched_getaffinity(0)) // max(1, int(local) if local.isdecimal() else 1))
 
 

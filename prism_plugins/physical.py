@@ -13,6 +13,7 @@ import os
 import queue
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -33,6 +34,8 @@ from prism_plugins.slice_pool import SlicePool
 _POLL_S = 0.05
 _CHUNK_BYTES = 4 * 2**20
 _TIMEOUT = timedelta(seconds=300)
+_PATIENCE_S = 15.0
+"""Launched processes start within seconds of each other; after this the user is told who is missing."""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +60,7 @@ def launch_from_environment(environ: Mapping[str, str] = os.environ) -> Launch:
     try:
         rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         port = int(environ.get("MASTER_PORT", "0"))
-        local_world = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        local_world = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or 1)
     except (KeyError, ValueError):
         return Launch()
     host = environ.get("MASTER_ADDR", "")
@@ -71,6 +74,25 @@ def launch_from_environment(environ: Mapping[str, str] = os.environ) -> Launch:
         port=port,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+_TASK_VARIABLES = (
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+def led_elsewhere(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why this process has nothing to do, in one line: a scheduler (srun, mpirun) started it beside others without
+    RANK and WORLD_SIZE, so it cannot find them, and the first one emulates the whole job. None for any other."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return None
+    for rank, size in _TASK_VARIABLES:
+        task = environ.get(rank, "")
+        if task.isdecimal() and int(task) > 0:
+            return f"task {task} of {environ.get(size, 'several')} ({rank}) leaves the emulation to task 0"
+    return None
 
 
 def runs_for_real(options: Options, launch: Launch) -> bool:
@@ -175,11 +197,22 @@ class RemoteWorker:
         self._store = store
         self._worker = worker
         # Asked for again and again: a get would wait in C++, where no signal is seen.
-        deadline = time.monotonic() + _TIMEOUT.total_seconds()
+        began = time.monotonic()
+        told = False
         while not store.check([f"prism/hello/{worker}"]):
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > _TIMEOUT.total_seconds():
                 raise PrismError(
-                    f"launch rank {worker} did not start within {_TIMEOUT.total_seconds():.0f} s"
+                    f"launch rank {worker} did not start within {_TIMEOUT.total_seconds():.0f} s; RANK and WORLD_SIZE "
+                    "say that it takes part: unset them if this process was started alone"
+                )
+            if waited > _PATIENCE_S and not told:
+                told = True
+                print(
+                    f"prism: waiting for launch rank {worker}: WORLD_SIZE announces further processes; unset RANK and "
+                    "WORLD_SIZE if this one was started alone",
+                    file=sys.stderr,
+                    flush=True,
                 )
             time.sleep(_POLL_S)
         self._hello = msgspec.json.decode(store.get(f"prism/hello/{worker}"), type=_Hello)

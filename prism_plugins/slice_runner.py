@@ -11,6 +11,7 @@ import msgspec
 
 from prism_plugins.cache import SliceCache
 from prism_plugins.errors import PrismError, SliceFailed
+from prism_plugins.local_rank import with_local_rank
 from prism_plugins.options import Job
 from prism_plugins.program.slices import GpuFacts, JobFacts, SliceReport, SliceSpec
 from prism_plugins.progress import Progress
@@ -128,7 +129,7 @@ class SliceRunner:
             rank=rank,
             world_size=options.world_size,
             gpus_per_node=self._gpus_per_node,
-            argv=self._job.argv,
+            argv=with_local_rank(self._job.argv, rank % min(self._gpus_per_node, options.world_size)),
             run_as=self._job.run_as,
             device=options.device,
             iterations=options.iterations,

@@ -116,6 +116,7 @@ def arguments(command, argv=None):
         "python -m torch.distributed.launch train.py --prism-emulate",
         "python -m torch.distributed.launcher.api train.py --prism-emulate",
         "python /venv/bin/deepspeed --num_gpus 1 train.py --prism-emulate",
+        "python /venv/bin/deepspeed.pt --num_gpus 1 train.py --prism-emulate",
         "python -u -m deepspeed.launcher.launch --world_info=x train.py --prism-emulate",
         "python /venv/bin/accelerate launch train.py --prism-emulate",
         "python -m accelerate.commands.launch train.py --prism-emulate",

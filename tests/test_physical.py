@@ -49,6 +49,21 @@ def test_anything_else_is_a_single_process(change):
     assert launch_from_environment({}).leads
 
 
+def test_deepspeeds_launcher_names_its_processes_otherwise():
+    launcher = TORCHRUN | {"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": ""}
+    assert launch_from_environment(launcher) == Launch(
+        rank=1, world=2, local_world=2, host="node0", port=29500
+    )
+
+
+@pytest.mark.parametrize("task", ["0", "3"])
+def test_tasks_of_a_scheduler_leave_the_emulation_to_the_first(task):
+    environ = {"SLURM_PROCID": task, "SLURM_NTASKS": "64"}
+    led = physical.led_elsewhere(environ)
+    assert led == (None if task == "0" else "task 3 of 64 (SLURM_PROCID) leaves the emulation to task 0")
+    assert physical.led_elsewhere(environ | {"RANK": "3", "WORLD_SIZE": "64"}) is None
+
+
 def test_for_real_needs_a_process_for_every_rank_and_all_of_interest():
     launch = Launch(rank=0, world=4)
     assert runs_for_real(Options(world_size=4, ranks=(0, 1, 2, 3)), launch)
@@ -211,8 +226,10 @@ def test_a_store_that_nobody_serves_is_named(monkeypatch, deaf_port):
         physical.connect(Launch(rank=1, world=2, host="127.0.0.1", port=deaf_port))
 
 
-def test_a_worker_that_does_not_come_is_named(monkeypatch):
+def test_a_worker_that_does_not_come_is_named(monkeypatch, capsys):
     monkeypatch.setattr(physical, "_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(physical, "_PATIENCE_S", 0.1)
     store, _ = physical.serve_store()
-    with pytest.raises(PrismError, match="launch rank 1 did not start within 1 s"):
+    with pytest.raises(PrismError, match="launch rank 1 did not start within 1 s; RANK and WORLD_SIZE say"):
         physical.RemoteWorker(store, 1)
+    assert capsys.readouterr().err.count("waiting for launch rank 1") == 1

@@ -42,8 +42,8 @@ def test_a_world_smaller_than_a_node():
 
 def test_the_physical_launch_and_the_options_are_hidden():
     base = {
-        "SLURM_PROCID": "1",
-        "OMPI_COMM_WORLD_RANK": "1",
+        "SLURM_JOB_NODELIST": "node[0-7]",
+        "OMPI_MCA_x": "1",
         "TORCHELASTIC_ERROR_FILE": "/x",
         "PRISM_EMULATE": "1",
         "PRISM_WORLD_SIZE": "64",
@@ -52,6 +52,16 @@ def test_the_physical_launch_and_the_options_are_hidden():
     env = slice_environment(spec(0), base)
     assert env["HOME"] == "/home/me"
     assert not {k for k in base if k != "HOME"} & set(env)
+
+
+def test_a_scheduler_says_who_the_slice_is_where_it_said_who_the_launched_process_was():
+    base = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    base |= {"CROSS_RANK": "0", "LOCAL_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    env = slice_environment(spec(21), base)
+    expected = {"SLURM_PROCID": "21", "SLURM_LOCALID": "5", "SLURM_NTASKS": "64", "SLURM_NNODES": "8"}
+    expected |= {"CROSS_RANK": "2", "LOCAL_SIZE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+    assert env | expected == env
+    assert "SLURM_NODEID" not in env
 
 
 @pytest.mark.parametrize("store", ["10.0.0.1:4321"])

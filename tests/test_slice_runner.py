@@ -144,6 +144,12 @@ def test_audited_ranks_are_kept_from_the_inference_until_it_needs_them(make):
     assert (set(runner.sliced), runner.audited) == ({0, 5}, set())
 
 
+def test_each_slice_has_its_own_local_rank_on_its_command_line(make):
+    runner = make()
+    runner._job = Job(options=Options(world_size=64), run_as="script", argv=("t.py", "--local_rank=0"))
+    assert runner.spec(21, ()).argv == ("t.py", "--local_rank=5")
+
+
 def test_failures_are_told_by_kind(make):
     with pytest.raises(SliceFailed, match=r"the slice of rank 2 crashed \(iteration 1\): boom"):
         run(make(Script(statuses={2: ("crashed", "boom")})))
