@@ -6,6 +6,7 @@ Builders of ops that have no equivalent here stay DeepSpeed's own; loading one t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,4 +57,30 @@ def _utils(context: SliceContext) -> Any:
     return SimpleNamespace(flatten=_flatten_dense_tensors, unflatten=_unflatten_dense_tensors)
 
 
-_OPS = {"FusedAdamBuilder": _fused_adam, "UtilsBuilder": _utils}
+def _nothing(*arguments: Any) -> None:
+    """The compiled object behind a CPU optimizer holds no tensors."""
+
+
+def _cpu_optimizer(name: str, num_tensors: int) -> Callable[[SliceContext], Any]:
+    """The op of a CPU optimizer: an update takes its tensors (parameter, gradient, states) last; one pass over host
+    memory."""
+
+    def make(context: SliceContext) -> Any:
+        from prism_plugins.capture.recorder import get_recorder
+
+        def update(*arguments: Any) -> None:
+            get_recorder().host_op(f"host::cpu_{name}", arguments[-num_tensors:])
+
+        ops = {f"create_{name}": _nothing, f"destroy_{name}": _nothing, f"{name}_update": update}
+        return SimpleNamespace(**ops)
+
+    return make
+
+
+_OPS = {
+    "FusedAdamBuilder": _fused_adam,
+    "UtilsBuilder": _utils,
+    "CPUAdamBuilder": _cpu_optimizer("adam", 4),
+    "CPUAdagradBuilder": _cpu_optimizer("adagrad", 3),
+    "CPULionBuilder": _cpu_optimizer("lion", 3),
+}

@@ -90,7 +90,9 @@ class _Names:
         if isinstance(value, dict):
             return f"dict({', '.join(f'{self.value(k)}: {self.value(v)}' for k, v in value.items())})"
         if isinstance(value, functools.partial):
-            return f"partial({self.value(value.func)}, {self.value(value.args)}, {self.value(value.keywords)})"
+            return (
+                f"partial({self.value(value.func)}, {self.value(value.args)}, {self.value(value.keywords)})"
+            )
         if isinstance(value, (torch.dtype, torch.Size, torch.device)):
             return str(value)
         if isinstance(value, type):

@@ -184,6 +184,16 @@ class Recorder:
         if self.recording:
             self._add(EventKind.HOST, 0, ns, 0)
 
+    def host_op(self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> None:
+        """Record work of the host on host tensors, for the cost model to price. ``op`` begins with ``host::``."""
+        if self.recording:
+            signature = OpSignature(
+                op=op,
+                inputs=tuple(tensor_spec(t) for t in inputs),
+                outputs=tuple(tensor_spec(t) for t in outputs),
+            )
+            self._add(EventKind.HOST, 1 + self.intern(signature), 0, 0)
+
     def tag(self, tensor: Tensor, category: MemoryCategory) -> None:
         """Say what the storage behind a tensor is for. No-op off the virtual device."""
         if tensor.is_cuda:

@@ -75,6 +75,12 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Per op that launches nothing."""
     comm_us: float = 25.0
     """Per c10d call."""
+    memory_bytes_per_s: float = 614.4e9
+    """Peak bandwidth of a node's host memory, all sockets; its GPUs share it evenly. Default: two sockets with eight
+    channels of DDR5-4800 (DGX H100 and H200: two Xeon 8480C). NVLink-C2C (Grace) is not modelled."""
+    pageable_copy_fraction: float = 0.4
+    """Speed of a copy between device and pageable host memory, of one with pinned memory: the driver copies through a
+    staging buffer. NVIDIA, How to Optimize Data Transfers in CUDA C/C++ (2012): 2.3 against 5.8 GB/s."""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ from prism_plugins.costs.base import Price
 from prism_plugins.costs.cluster import Cluster
 from prism_plugins.costs.efficiency import Efficiency, efficiency_of
 from prism_plugins.costs.families import family_of
+from prism_plugins.costs.host import is_host_work, price_host_work
 from prism_plugins.costs.rules import RULES, bytes_bound
 from prism_plugins.program.model import OpSignature
 
@@ -24,6 +25,7 @@ class Roofline:
     """Prices ops on one GPU. Stateless; caching is the cost model's."""
 
     def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
         self.gpu = cluster.gpu
         self.host = cluster.host
         self.pcie_bytes_per_s = cluster.node.pcie_bytes_per_s
@@ -31,6 +33,8 @@ class Roofline:
 
     def price(self, signature: OpSignature) -> Price:
         """Price one occurrence. Unknown ops get a memory-bound estimate and provenance ``unpriced``."""
+        if is_host_work(signature.op):
+            return price_host_work(self._cluster, signature)
         family = "fused" if signature.op == "prism::fused" else family_of(signature.op)
         if family == "free":
             return Price(duration_ns=0.0, rule="free", provenance="free", host_ns=self.host.view_us * 1e3)

@@ -47,7 +47,8 @@ class EventKind(enum.IntEnum):
     PHASE_END = 11
     """ref: index into ``phases``."""
     HOST = 12
-    """Host work of a known duration. value: nanoseconds."""
+    """Host work. value: nanoseconds that are known. ref: 0, or 1 + index into ``signatures`` of work that the cost
+    model prices as well (its op begins with ``host::``)."""
 
 
 class EventFlag(enum.IntFlag):

@@ -162,6 +162,11 @@ def _check(program: Program, path: Path) -> None:
         require(
             not len(used) or int(used.max()) < len(table), f"an event refers to a {what} that is not there"
         )
+    host_work = refs[kinds == EventKind.HOST]
+    require(
+        not len(host_work) or int(host_work.max()) <= len(program.signatures),
+        "host work refers to a signature that is not there",
+    )
     _check_phases(kinds, refs, len(program.phases), require)
     _check_allocations(program, require)
     for signature in program.signatures:

@@ -105,6 +105,8 @@ def host_ns_of_events(program: Program, prices: ProgramPrices, lo: int, hi: int)
     host[comms] = prices.comm_host_ns[ref[comms]]
     explicit = kind == EventKind.HOST
     host[explicit] = events["value"][explicit]
+    priced = explicit & (ref > 0)
+    host[priced] += prices.op_ns[ref[priced] - 1]
     return host
 
 

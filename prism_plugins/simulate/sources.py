@@ -135,6 +135,7 @@ def first_difference(a: Program, b: Program) -> int:
     kind, ref = a.events["kind"][:first], a.events["ref"][:first]
     for which, left, right in (
         (EventKind.KERNEL, a.signatures, b.signatures),
+        (EventKind.HOST, [None, *a.signatures], [None, *b.signatures]),
         (EventKind.COMM, a.comms, b.comms),
         (EventKind.PHASE_BEGIN, a.phases, b.phases),
     ):

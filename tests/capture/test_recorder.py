@@ -169,13 +169,14 @@ def test_communication_phases_and_host_work():
             recorder.wait(two)
         recorder.begin_phase(backward)
         recorder.host(1500)
+        recorder.host_op("host::cpu_adam", [torch.empty(8)])
         recorder.end_phase()
         recorder.end_phase()
 
     recorded = record(work)
     assert kinds(recorded) == [
         EventKind.PHASE_BEGIN, EventKind.COMM, EventKind.COMM, EventKind.WORK_WAIT, EventKind.PHASE_END,
-        EventKind.PHASE_BEGIN, EventKind.HOST, EventKind.PHASE_END,
+        EventKind.PHASE_BEGIN, EventKind.HOST, EventKind.HOST, EventKind.PHASE_END,
     ]  # fmt: skip
     _, first, second, wait, *_ = recorded.events
     assert recorded.comms[first["ref"]] == recorded.comms[second["ref"]]
@@ -183,7 +184,12 @@ def test_communication_phases_and_host_work():
     assert (first["stream"], second["stream"], wait["stream"]) == (0, side.stream_id, side.stream_id)
     assert second["value"] == wait["ref"]
     assert recorded.phases[recorded.events[0]["ref"]] == forward
-    assert recorded.events[6]["value"] == 1500
+    known, priced = recorded.events[6:8]
+    assert (known["value"], known["ref"]) == (1500, 0)
+    assert priced["value"] == 0
+    assert recorded.signatures[priced["ref"] - 1] == OpSignature(
+        op="host::cpu_adam", inputs=(TensorSpec("float32", (8,)),)
+    )
     assert recorded.groups[group] == info
 
 

@@ -110,6 +110,10 @@ class Builder:
     def device_sync(self) -> None:
         self.rows.append((EventKind.DEVICE_SYNC, 0, 0, 0, 0))
 
+    def host_op(self, ns: float) -> None:
+        signature = OpSignature(op="host::work", attrs={"ns": ns, "host": 0.0})
+        self.rows.append((EventKind.HOST, 0, 0, 1 + self._intern(self.signatures, signature), 0))
+
     def host(self, ns: int) -> None:
         self.rows.append((EventKind.HOST, 0, 0, 0, ns))
 
@@ -182,6 +186,7 @@ def random_programs(
             b.kernel(0, stream=stream(), host=float(rng.integers(10, 500)), free=True)
         elif action == "host":
             b.host(int(rng.integers(1, 5000)))
+            b.host_op(float(rng.integers(1, 5000)))
         elif action in ("collective", "coalesced"):
             ranks = subsets[int(rng.integers(len(subsets)))]
             sizes = [int(rng.integers(1, 2000)) for _ in range(1 if action == "collective" else 3)]

@@ -78,6 +78,8 @@ class Reference:
                 events[ref] = stream[s]
             elif kind == EventKind.HOST:
                 host += int(event["value"])
+                if ref:
+                    host += self.costs.price_op(program.signatures[ref - 1]).duration_ns
             elif kind in (EventKind.STREAM_SYNC, EventKind.DEVICE_SYNC, EventKind.EVENT_SYNC):
                 if kind == EventKind.STREAM_SYNC:
                     needed = [stream[s]]

@@ -1,0 +1,45 @@
+"""Work of the host, priced by its memory."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from prism_plugins.costs.cluster import load_cluster
+from prism_plugins.costs.host import MEMORY_EFFICIENCY
+from prism_plugins.costs.model import build_cost_model
+from prism_plugins.program.model import OpSignature, TensorSpec
+
+
+def adam(numel: int) -> OpSignature:
+    return OpSignature(op="host::cpu_adam", inputs=(TensorSpec("float32", (numel,)),) * 4)
+
+
+@pytest.mark.parametrize(("billions", "seconds"), [(1, 0.22), (2, 0.51), (4, 1.03), (8, 2.41), (10, 2.57)])
+def test_cpu_adam_takes_what_the_zero_offload_paper_measured(billions, seconds):
+    """arXiv 2101.06840: one process on two Xeon 8168 with twelve channels of DDR4-2666."""
+    preset = load_cluster("dgx-h100")
+    cluster = replace(
+        preset,
+        node=replace(preset.node, num_gpus=1),
+        host=replace(preset.host, memory_bytes_per_s=256e9),
+    )
+    price = build_cost_model(cluster).price_op(adam(billions * 10**9))
+    assert price.duration_ns * 1e-9 == pytest.approx(seconds, rel=0.25)
+    assert price.provenance == "modelled"
+
+
+def test_the_gpus_of_a_node_share_its_memory():
+    cluster = load_cluster("dgx-h100")
+    price = build_cost_model(cluster).price_op(adam(10**6))
+    assert price.bytes == 28e6
+    share = cluster.host.memory_bytes_per_s * MEMORY_EFFICIENCY / cluster.gpus_per_node
+    assert price.duration_ns == pytest.approx(28e6 / share * 1e9)
+
+
+def test_other_host_work_reads_and_writes_once():
+    operand = TensorSpec("float32", (1000,))
+    price = build_cost_model(load_cluster()).price_op(
+        OpSignature(op="host::mul", inputs=(operand,), outputs=(operand,))
+    )
+    assert price.bytes == 8000
