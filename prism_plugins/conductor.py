@@ -28,9 +28,10 @@ from prism_plugins.program.slices import JobFacts
 from prism_plugins.progress import Progress
 from prism_plugins.rundir import RunDir, create
 from prism_plugins.script import check_script
-from prism_plugins.slice_plan import check_facts, dependencies, plan_audited, plan_slices
+from prism_plugins.slice_plan import check_facts, plan_audited, plan_slices
 from prism_plugins.slice_pool import SlicePool
 from prism_plugins.slice_runner import Executor, SliceRunner
+from prism_plugins.world.classes import dependencies
 
 
 def conduct(job: Job) -> int:

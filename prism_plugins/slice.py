@@ -19,7 +19,7 @@ from prism_plugins.cache import make_manifest
 from prism_plugins.errors import PrismError
 from prism_plugins.integration import EndOfSlice, Integration
 from prism_plugins.program.model import EventKind, Program
-from prism_plugins.program.slices import SliceReport, SliceSpec
+from prism_plugins.program.slices import JobFacts, SliceReport, SliceSpec
 from prism_plugins.rundir import SliceDir, read_json, write_json
 from prism_plugins.script import run_script, script_traceback
 from prism_plugins.slice_context import Context
@@ -110,6 +110,11 @@ class Slice:
             )
         )
 
+    def use_facts(self, facts: JobFacts) -> None:
+        """Let the journal name pipeline stages."""
+        if self.journal is not None:
+            self.journal.journal.layout = facts.layout
+
     def save_journal(self) -> None:
         """Let slices that need this one's control payloads start while it goes on."""
         if self.journal is not None:
@@ -125,7 +130,11 @@ class Slice:
         from prism_plugins.capture.recorder import get_recorder
 
         context = self.context = Context(
-            spec, get_recorder(), on_iteration=self.save_journal, on_end=self.save
+            spec,
+            get_recorder(),
+            on_facts=self.use_facts,
+            on_iteration=self.save_journal,
+            on_end=self.save,
         )
         install_torch_cuda(context)
         from prism_plugins.collectives.install import install_collectives

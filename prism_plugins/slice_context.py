@@ -44,10 +44,11 @@ class Context:
         spec: SliceSpec,
         recorder: Any,
         *,
+        on_facts: Callable[[JobFacts], None] = lambda facts: None,
         on_iteration: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_iteration`` is called after each recorded iteration, ``on_end`` when enough was seen."""
+        """``on_facts`` is called when the layout is known, ``on_iteration`` is called after each recorded iteration, ``on_end`` when enough was seen."""
         self.spec = spec
         self.recorder = recorder
         self.facts: JobFacts | None = None
@@ -67,6 +68,7 @@ class Context:
         """An iteration was begun by :meth:`next_iteration`, and nothing says yet that the script trains on."""
         self._hooks = ImportHooks()
         self._hooks.install()
+        self._on_facts = on_facts
         self._on_iteration = on_iteration
         self._on_end = on_end
 
@@ -99,6 +101,7 @@ class Context:
         """Report the layout and the stages; written to disk at once for the conductor."""
         facts.layout.validate()
         self.facts = facts
+        self._on_facts(facts)
         write_json(Path(self.spec.slice_dir) / "facts.json", facts)
 
     def begin_phase(self, phase: Phase) -> None:

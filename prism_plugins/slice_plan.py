@@ -8,7 +8,7 @@ from prism_plugins.errors import PrismError
 from prism_plugins.options import Options
 from prism_plugins.program.slices import JobFacts
 from prism_plugins.world.audit import plan_audit
-from prism_plugins.world.classes import plan_representatives, plan_roles
+from prism_plugins.world.classes import dependencies, plan_representatives
 
 
 def check_facts(facts: JobFacts, options: Options) -> None:
@@ -39,14 +39,3 @@ def plan_audited(facts: JobFacts, options: Options, *, sliced: Collection[int]) 
     if not options.audit:
         return {}
     return {rank: dependencies(facts, rank) for rank in plan_audit(facts, options.audit, sliced=sliced)}
-
-
-def dependencies(facts: JobFacts, rank: int) -> tuple[int, ...]:
-    """Ranks whose journals any rank's slice needs: rank 0 and the representative of the first tensor-parallel
-    ranks of a stage that holds the same; rank 0 alone for a first tensor-parallel rank."""
-    layout = facts.layout
-    coords = layout.coords(rank)
-    if coords["tp"] == 0:
-        return () if rank == 0 else (0,)
-    lead = next(r.representative for r in plan_roles(facts) if r.stage == coords["pp"] and r.tp_first)
-    return tuple(sorted({0, lead}))

@@ -14,7 +14,12 @@ from prism_plugins.program.slices import JobFacts, StageInfo
 def job_facts(session: Session, engine: Any) -> JobFacts:
     """The facts of the job that this engine trains."""
     layout = make_layout(session.context.spec.world_size, engine)
-    return JobFacts(framework="deepspeed", layout=layout, stages=_stages(session, engine, layout.pp))
+    return JobFacts(
+        framework="deepspeed",
+        layout=layout,
+        stages=_stages(session, engine, layout.pp),
+        stage_headers=layout.pp > 1,
+    )
 
 
 def _stages(session: Session, engine: Any, pp: int) -> tuple[StageInfo, ...]:

@@ -67,6 +67,10 @@ class Collectives:
                 f"{stats.nearest} small payload(s) of virtual ranks were taken from another call of the "
                 "same group, as the journals do not know the call itself"
             )
+        if stats.alike:
+            lines.append(
+                f"{stats.alike} header(s) of virtual ranks were taken from the same call between other ranks"
+            )
         if stats.misses:
             lines.append(
                 f"{stats.misses} small payload(s) of virtual ranks were in no journal: "
@@ -105,7 +109,7 @@ class Collectives:
         shape = group_shape(ranks)
         ordinal = self._ordinals[shape]
         self._ordinals[shape] += 1
-        peers = MirrorPeers(rank=rank, size=len(ranks), shape=shape, ordinal=ordinal, journal=self.journal)
+        peers = MirrorPeers(rank=rank, ranks=ranks, shape=shape, ordinal=ordinal, journal=self.journal)
         if self._real is not None and self._real.covers(ranks):
             peers = RealPeers(self._real, ranks=ranks, name=name, mirror=peers)
         return VirtualProcessGroup(

@@ -11,7 +11,8 @@ is limited to :data:`MAX_JOURNAL_BYTES`; what does not fit is counted.
 A key must not name ranks, because the journal of rank 0 also serves rank 9, whose tensor-parallel source is
 rank 8. A group is therefore known by its shape (size and stride pattern of its ranks) and its ordinal among
 this rank's groups of that shape, a payload by the root's group rank, the sequence number of the call in the
-group and its slot in the call.
+group and its slot in the call. Transfers between pipeline stages are named by the stages instead of group ranks as
+soon as the layout is known: in a group that spans data-parallel replicas, group ranks tell nothing.
 
 The file is JSON. Objects are in it as plain data (:mod:`.plain`), never as pickles; what has no plain form is counted.
 """
@@ -30,6 +31,7 @@ import msgspec
 
 from prism_plugins.errors import FileFormatError
 from prism_plugins.program.slices import SliceSpec
+from prism_plugins.world.layout import Layout
 
 SCHEMA = 2
 MAX_TENSOR_BYTES = 4096
@@ -45,6 +47,8 @@ class JournalStats(msgspec.Struct):
     """Payloads of virtual ranks found under their exact key."""
     nearest: int = 0
     """Payloads taken from another call of the same group and geometry, because the journals know no better."""
+    alike: int = 0
+    """Payloads taken from the same call between other ranks, because no journal is of the sender's slice."""
     misses: int = 0
     """Payloads of virtual ranks that no journal holds; mirror semantics answered."""
     dropped: int = 0
@@ -90,6 +94,8 @@ class Journal:
     def __init__(self, spec: SliceSpec) -> None:
         self.rank = spec.rank
         self.stats = JournalStats()
+        self.layout: Layout | None = None
+        """Of the target world, once it is known."""
         self._payload_index: dict[bytes, int] = {}
         self._entries: dict[str, list[list[int]]] = {}
         self._bytes = 0
@@ -114,7 +120,7 @@ class Journal:
         sequence: int,
         slot: int,
         num_bytes: int | None = None,
-        like: str | None = None,
+        like: Sequence[str] = (),
     ) -> bytes | None:
         """A payload that a virtual rank sends us, or None.
 
@@ -124,8 +130,9 @@ class Journal:
             slot: position within the call.
             num_bytes: required size. With it, a call that no journal holds is answered by the nearest earlier
                 one of the same channel and size (the source's slice may have run fewer iterations).
-            like: prefix of other channels that may answer if this one is not known: a header from stage 2 to 1
-                looks like the one from stage 0 to 1.
+            like: prefixes of other channels that may answer if this one is not known, first those most like it:
+                a header from stage 2 to 3 looks like the one from stage 1 to 2. Later journals come first, they
+                are of nearer stages.
         """
         payload = self._exact(channel, sequence, slot, num_bytes)
         if payload is None and any([earlier.refresh() for earlier in self._earlier]):
@@ -136,10 +143,13 @@ class Journal:
         if num_bytes is not None:
             for earlier in self._earlier:
                 payload = earlier.nearest(channel, sequence, slot, num_bytes)
-                if payload is None and like is not None:
-                    payload = earlier.similar(like, sequence, slot, num_bytes)
                 if payload is not None:
                     self.stats.nearest += 1
+                    return payload
+            for prefix, earlier in itertools.product(like, reversed(self._earlier)):
+                payload = earlier.similar(prefix, sequence, slot, num_bytes)
+                if payload is not None:
+                    self.stats.alike += 1
                     return payload
         self.stats.misses += 1
         return None

@@ -28,15 +28,18 @@ class MirrorPeers:
 
     Args:
         rank: own group rank.
-        size: group size.
+        ranks: global ranks of the group.
         shape: of the group, see :func:`~prism_plugins.collectives.journal.group_shape`.
         ordinal: of the group among this rank's groups of that shape.
         journal: control payloads.
     """
 
-    def __init__(self, *, rank: int, size: int, shape: str, ordinal: int, journal: Journal) -> None:
+    def __init__(
+        self, *, rank: int, ranks: Sequence[int], shape: str, ordinal: int, journal: Journal
+    ) -> None:
         self._rank = rank
-        self._size = size
+        self._ranks = ranks
+        self._size = len(ranks)
         self._shape = shape
         self._ordinal = ordinal
         self._journal = journal
@@ -140,7 +143,7 @@ class MirrorPeers:
     def send(self, tensor: Tensor, peer: int, tag: int) -> Finish | None:
         """Dropped; small integer payloads are journalled."""
         if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-            name = self._channel(f"p2p.{tensor.dtype}", self._rank, peer, tag)
+            name, _ = self._p2p_channel(tensor, self._rank, peer, tag)
             self._record(name, tensor, self._next("p2p", peer, tag, sending=True), 0)
         return None
 
@@ -150,8 +153,7 @@ class MirrorPeers:
         integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
         if integer and peer >= 0:
             sequence = self._next("p2p", peer, tag, sending=False)
-            name = self._channel(f"p2p.{tensor.dtype}", peer, self._rank, tag)
-            like = f"p2p.{tensor.dtype}/{self._shape}/{self._ordinal}/"
+            name, like = self._p2p_channel(tensor, peer, self._rank, tag)
             if view is not None and self._look_up(name, tensor, view, sequence, 0, like=like):
                 return None
         if view is not None:
@@ -218,6 +220,18 @@ class MirrorPeers:
     def _channel(self, kind: str, root: int, peer: int = -1, tag: int = 0) -> str:
         return channel(kind, shape=self._shape, ordinal=self._ordinal, root=root, peer=peer, tag=tag)
 
+    def _p2p_channel(self, tensor: Tensor, sender: int, receiver: int, tag: int) -> tuple[str, list[str]]:
+        """The channel of a transfer, and prefixes of channels like it."""
+        kind, suffix = f"p2p.{tensor.dtype}", f"/{self._shape}/{self._ordinal}/"
+        layout = self._journal.layout
+        if layout is not None:
+            here, there = (layout.coords(self._ranks[rank])["pp"] for rank in (sender, receiver))
+            if here != there:
+                step = there - here
+                like = [f"{kind}.stages{step:+d}{suffix}", f"{kind}.stages{-step:+d}{suffix}"]
+                return self._channel(f"{kind}.stages{step:+d}", here, there, tag), like
+        return self._channel(kind, sender, receiver, tag), [kind + suffix]
+
     def _next(self, kind: str, peer: int, tag: int, *, sending: bool) -> int:
         key = (kind + (">" if sending else "<"), peer, tag)
         self._num_p2p[key] += 1
@@ -257,7 +271,7 @@ class MirrorPeers:
             values.fill_plausible(tensor, view)
 
     def _look_up(
-        self, name: str, tensor: Tensor, view: Tensor, sequence: int, slot: int, like: str | None = None
+        self, name: str, tensor: Tensor, view: Tensor, sequence: int, slot: int, like: Sequence[str] = ()
     ) -> bool:
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes == 0 or num_bytes > MAX_TENSOR_BYTES:

@@ -135,14 +135,16 @@ class _Inference:
         members = set(ranks.tolist())
         own = [rank for rank in (role.representative, *sorted(self._programs)) if rank in self._programs]
         own = [rank for rank in dict.fromkeys(own) if rank in members]
-        last = self._layout.world_size - 1
-        if own == [last] and len(members) > 1 and self._last_rank_is_special():
+        special = [rank for rank in own if self._does_more(rank)]
+        own = [rank for rank in own if rank not in special]
+        if special and not own and len(members) > len(special):
             raise CannotDeriveError(
-                f"the last rank does more than its peers of {_name(self._layout, role)} after the last phase",
-                ranks=(int(ranks[0]),),
+                f"rank {special[0]} does more between iterations than its peers of "
+                f"{_name(self._layout, role)}",
+                ranks=(next(rank for rank in ranks.tolist() if rank not in special),),
             )
-        if len(own) > 1:
-            own.sort(key=lambda rank: rank == last)
+        if not own:
+            own, special = special[:1], special[1:]
         if own:
             source, program = own[0], self._programs[own[0]]
         else:
@@ -155,16 +157,16 @@ class _Inference:
                 self._peer_in_stage(source, role.stage)
             )
         variants, variant_of = self._variants(role, ranks, exemplar, shards, own)
-        if own[1:] and own[-1] == last and self._last_rank_is_special():
-            makers = (
-                {key: variants.maker(key) for key in variants} if isinstance(variants, LazyVariants) else {}
-            )
-            users = [rank for rank, key in variant_of.items() if key == last and rank != last]
-            if users:  # a shard that others have as well keeps its variant under another name
-                makers[users[0]] = self._moved(self._programs[last], users[0])
-                variant_of.update(dict.fromkeys(users, users[0]))
-            makers[last] = self._moved(self._programs[last], last)
-            variants, variant_of = LazyVariants(makers), {**variant_of, last: last}
+        if special:
+            makers = {key: variants.maker(key) for key in variants} if variants else {}
+            for rank in special:
+                users = [user for user, key in variant_of.items() if key == rank != user]
+                if users:  # a shard that others have as well keeps its variant under another name
+                    makers[users[0]] = makers[rank]
+                    variant_of |= dict.fromkeys(users, users[0])
+                makers[rank] = self._moved(self._programs[rank], rank)
+                variant_of[rank] = rank
+            variants = LazyVariants(makers)
         return RankClass(
             name=_name(self._layout, role),
             ranks=ranks,
@@ -174,16 +176,17 @@ class _Inference:
             variant_of=variant_of,
         )
 
-    def _last_rank_is_special(self) -> bool:
-        """True when the last rank of the world, on which frameworks print the log, does something after its last
-        phase that another rank does not (reading the loss back)."""
-        last = self._layout.world_size - 1
-        stage = self._layout.coords(last)["pp"]
-        others = [rank for rank in self._programs if rank != last]
-        peers = [rank for rank in others if self._layout.coords(rank)["pp"] == stage] or others
-        if last not in self._programs or not peers:
+    def _does_more(self, rank: int) -> bool:
+        """True for the first or last rank of the world, on which logs are printed, when it does more between
+        iterations than a peer (reads the loss back). Of ranks of other stages only the waiting compares."""
+        if rank not in (0, self._layout.world_size - 1):
             return False
-        return _tail_ops(self._programs[last]) != _tail_ops(self._programs[peers[0]])
+        stage = self._layout.coords(rank)["pp"]
+        others = [other for other in self._programs if other != rank]
+        peers = [other for other in others if self._layout.coords(other)["pp"] == stage]
+        kinds = (*_WAITS, EventKind.KERNEL, EventKind.COMM) if peers else _WAITS
+        own = _num_outside(self._programs[rank], kinds)
+        return any(own > _num_outside(self._programs[peer], kinds) for peer in peers or others)
 
     def _derive(self, role: Role, *, instead: int) -> Program:
         source = role.representative
@@ -211,7 +214,7 @@ class _Inference:
 
     def _variants(
         self, role: Role, ranks: np.ndarray, program: Program, shards: ShardIndex, own: list[int]
-    ) -> tuple[Mapping[int, Program], dict[int, int]]:
+    ) -> tuple[LazyVariants | dict[int, Program], dict[int, int]]:
         """Programs of the ranks whose optimizer shards differ from the program's, by the first such rank."""
         if not shards:
             return {}, {}
@@ -316,15 +319,16 @@ class _Inference:
         return self._patterns
 
 
-def _tail_ops(program: Program) -> list[tuple[int, str]]:
-    """Kernels and transfers after the last phase, by name."""
-    ends = np.flatnonzero(program.events["kind"] == EventKind.PHASE_END)
-    tail = program.events[int(ends[-1]) + 1 :] if len(ends) else program.events[:0]
-    return [
-        (kind, program.signatures[ref].op if kind == EventKind.KERNEL else program.comms[ref].kind)
-        for kind, _, _, ref, _ in tail.tolist()
-        if kind in (EventKind.KERNEL, EventKind.COMM)
-    ]
+_WAITS = (EventKind.STREAM_SYNC, EventKind.EVENT_SYNC, EventKind.DEVICE_SYNC)
+
+
+def _num_outside(program: Program, kinds: tuple[EventKind, ...]) -> int:
+    """Number of events of some kinds before the first phase and after the last one."""
+    of_kind = np.isin(program.events["kind"], kinds)
+    phases = [(begin, end) for _, begin, end in program.iter_phases()]
+    if not phases:
+        return 0
+    return int(of_kind[: phases[0][0]].sum() + of_kind[phases[-1][1] :].sum())
 
 
 def _name(layout: Layout, role: Role) -> str:

@@ -96,6 +96,8 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One per pipeline rank."""
     shards: tuple[OptimizerShard, ...] = ()
     """One per index of the sharding axis for this slice's own stage; empty when optimizer state is replicated."""
+    stage_headers: bool = False
+    """A stage tells the next one shapes of what it will send: a slice needs the journal of the stage before it."""
     tokens_per_iteration: int = 0
     model_flops_per_iteration: float = 0.0
     """Of the whole job, by the framework's own formula where it has one."""

@@ -44,24 +44,39 @@ def plan_representatives(facts: JobFacts) -> tuple[Representative, ...]:
     """The ranks to slice, rank 0 first, each with the ranks whose journals it needs.
 
     Rank 0 tells all others whether there is anything to train on (stages without data do not know). First
-    tensor-parallel ranks tell their peers batches and sizes.
+    tensor-parallel ranks tell their peers batches and sizes. Where stages exchange headers, the stage before tells
+    the next one.
     The last rank of the world is always among them: frameworks print the training log there.
     """
     chosen: dict[int, tuple[int, ...]] = {}
-    by_stage_first: dict[int, int] = {}
     for role in sorted(plan_roles(facts), key=lambda r: not r.tp_first):
-        if not role.sliced:
-            continue
-        if role.tp_first:
-            by_stage_first[role.stage] = role.representative
-            depends_on = (0,) if role.representative else ()
-        else:
-            depends_on = tuple(sorted({0, by_stage_first[role.stage]}))
-        chosen[role.representative] = depends_on
+        if role.sliced:
+            chosen[role.representative] = dependencies(facts, role.representative)
     last = facts.layout.world_size - 1
-    if last not in chosen:
-        chosen[last] = (0,)
+    chosen.setdefault(last, dependencies(facts, last))
     return tuple(Representative(rank=rank, depends_on=deps) for rank, deps in chosen.items())
+
+
+def dependencies(facts: JobFacts, rank: int) -> tuple[int, ...]:
+    """Ranks whose journals a rank's slice needs, ascending: rank 0; for other than first tensor-parallel ranks the
+    first one of a stage that holds the same; where stages exchange headers, one that stands for the stage before."""
+    if rank == 0:
+        return ()
+    coords = facts.layout.coords(rank)
+    roles = {(role.stage, role.tp_first): role for role in plan_roles(facts)}
+    needed = {0}
+    if coords["tp"]:
+        needed.add(roles[coords["pp"], True].representative)
+    if facts.stage_headers and coords["pp"]:
+        # The nearest stage before whose slice is not of this stage or a later one.
+        needed.add(
+            next(
+                role.representative
+                for stage in range(coords["pp"] - 1, -1, -1)
+                if (role := roles[stage, coords["tp"] == 0]).captured_stage < coords["pp"]
+            )
+        )
+    return tuple(sorted(needed - {rank}))
 
 
 def plan_roles(facts: JobFacts) -> tuple[Role, ...]:

@@ -19,6 +19,7 @@ from prism_plugins.collectives.journal import (
     group_shape,
 )
 from prism_plugins.errors import FileFormatError
+from prism_plugins.world.layout import Layout
 from tests.collectives.conftest import make_spec
 
 
@@ -180,7 +181,27 @@ def test_headers_between_other_stages_are_like_those_of_rank_0(
         header = torch.zeros(3, dtype=torch.int64)
         dist.recv(header, peer)
         assert header.tolist() == [64, 1, 256]
-    assert (world.journal.stats.nearest, world.journal.stats.misses) == (2, 0)
+    assert (world.journal.stats.alike, world.journal.stats.misses) == (2, 0)
+    assert "2 header(s)" in world.collectives.assumptions()[0]
+
+
+def test_headers_between_stages_pass_from_one_data_parallel_replica_to_another(
+    make_world: Callable[..., Any], tmp_path: Path
+) -> None:
+    """PP4 x DP2, p2p in the world group: journals of ranks 0 and 2 (stages 0 and 1, replica 0)."""
+    layout = Layout(world_size=8, pp=4, dp=2)
+    for rank in (0, 2):
+        make_world(rank=rank, world_size=8).journal.layout = layout
+        dist.send(torch.tensor([rank, 7]), rank + 2)
+        save_journal(tmp_path / f"{rank}.json")
+    journals = (str(tmp_path / "0.json"), str(tmp_path / "2.json"))
+    for rank, told, counted in ((3, 0, "hits"), (5, 2, "hits"), (7, 2, "alike")):
+        world = make_world(rank=rank, world_size=8, journals=journals)
+        world.journal.layout = layout
+        header = torch.zeros(2, dtype=torch.int64)
+        dist.recv(header, rank - 2)
+        assert header.tolist() == [told, 7]
+        assert getattr(world.journal.stats, counted) == 1
 
 
 def test_large_payloads_are_mirrored_not_journalled(make_world: Callable[..., Any], tmp_path: Path) -> None:

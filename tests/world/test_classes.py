@@ -1,10 +1,17 @@
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prism_plugins.program.slices import JobFacts, StageInfo
-from prism_plugins.world.classes import captured_stages, plan_representatives, plan_roles, ranks_of_role
+from prism_plugins.world.classes import (
+    captured_stages,
+    dependencies,
+    plan_representatives,
+    plan_roles,
+    ranks_of_role,
+)
 from prism_plugins.world.layout import Layout
 from tests.program.schedules import interleaved, one_f_one_b
 
@@ -45,6 +52,28 @@ def test_tp8_pp4_dp2_needs_six_slices():
         63: (0, 48),
     }
     assert representatives[0].rank == 0
+
+
+def test_where_stages_exchange_headers_each_waits_for_the_one_before():
+    told = msgspec.structs.replace(
+        facts(pp=5, dp=2, fingerprints=["f", "a", "b", "a", "l"]), stage_headers=True
+    )
+    assert {r.rank: r.depends_on for r in plan_representatives(told)} == {
+        0: (),
+        2: (0,),
+        4: (0, 2),
+        9: (0, 2),
+    }
+    assert dependencies(told, 6) == (0, 4)  # stage 3, derived from stage 1
+    with_tp = msgspec.structs.replace(facts(tp=2, pp=3), stage_headers=True)
+    assert {r.rank: r.depends_on for r in plan_representatives(with_tp)} == {
+        0: (),
+        1: (0,),
+        2: (0,),
+        3: (0, 1, 2),
+        4: (0, 2),
+        5: (0, 3, 4),
+    }
 
 
 def test_without_tp_only_stages_matter():
