@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Run small GPT jobs for real and emulated, and compare what all eight ranks do.
+"""Run small jobs for real and emulated, and compare what all ranks do.
 
     python scripts/check_truth.py [--only "pp4 dp2,tp2 ep2 pp2"] [--keep DIRECTORY]
+    python scripts/check_truth.py --deepspeed
 
-Eight processes really compute and communicate (gloo, on the CPU); a logger of torch.distributed that knows nothing
+A process per rank really computes and communicates (gloo, on the CPU); a logger of torch.distributed that knows nothing
 of prism writes down every call. The programs of the emulated job, inferred from a few slices, must have the same
 steps and the same calls (kind, members, bytes, dtype, partner, reduction) in the same order on every rank.
 Takes a minute or two a job on two cores. Exits 1 if a rank differs.
@@ -20,8 +21,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.e2e.truth_compare import RankResult, check_computed, compare
-from tests.e2e.truth_jobs import CASES, DEEP_CASES, emulate, read_logs, run_for_real
+from tests.e2e.truth_compare import RankResult
+from tests.e2e.truth_jobs import (
+    CASES,
+    DEEP_CASES,
+    DEEPSPEED_CASES,
+    check_real,
+    compare_with,
+    emulate,
+    read_logs,
+    run_for_real,
+)
+
+JOBS = CASES | DEEP_CASES | DEEPSPEED_CASES
 
 _ROW = "{:<18} {:>6} {:>8} {:>9} {:>8} {:>12} {:>12} {:>7} {:>7}  {}"
 
@@ -31,12 +43,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    jobs = CASES | DEEP_CASES
-    parser.add_argument("--only", default=",".join(CASES), help=f"comma-separated: {', '.join(jobs)}")
+    parser.add_argument("--only", help=f"comma-separated: {', '.join(JOBS)}")
+    parser.add_argument("--deepspeed", action="store_true", help="DeepSpeed's jobs instead of Megatron's")
     parser.add_argument("--keep", type=Path, help="keep logs and run directories under this directory")
     args = parser.parse_args()
-    if unknown := [name for name in args.only.split(",") if name not in jobs]:
-        parser.error(f"no such job: {', '.join(unknown)}; there are {', '.join(jobs)}")
+    names = args.only.split(",") if args.only else [*(DEEPSPEED_CASES if args.deepspeed else CASES)]
+    if unknown := [name for name in names if name not in JOBS]:
+        parser.error(f"no such job: {', '.join(unknown)}; there are {', '.join(JOBS)}")
     print(
         _ROW.format(
             "job",
@@ -53,7 +66,7 @@ def main() -> int:
     )
     differences: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for name in args.only.split(","):
+        for name in names:
             differences += check(name, (args.keep or Path(scratch)).resolve() / name.replace(" ", "-"))
     for difference in differences:
         print(difference)
@@ -62,18 +75,18 @@ def main() -> int:
 
 def check(name: str, folder: Path) -> list[str]:
     """Run one job both ways and print its line; returns the differences."""
-    case = (CASES | DEEP_CASES)[name]
+    case = JOBS[name]
     began = time.monotonic()
     real = run_for_real(case, folder)
     real_s = time.monotonic() - began
-    witnessed = read_logs(folder)
+    witnessed = read_logs(case, folder)
     try:
-        check_computed(witnessed, tp=case.tp, pp=case.pp)
+        check_real(case, witnessed)
     except AssertionError as error:
         return [f"{name}: the real run did not compute: {error}"]
-    recorded = compare(real, witnessed)
+    recorded = compare_with(case, real, witnessed)
     began = time.monotonic()
-    emulated = compare(emulate(case, folder), witnessed)
+    emulated = compare_with(case, emulate(case, folder), witnessed)
     emulated_s = time.monotonic() - began
     sources = Counter(r.source for r in emulated)
     print(

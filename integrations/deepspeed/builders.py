@@ -41,14 +41,55 @@ def virtual_builder(context: SliceContext, class_name: str) -> type | None:
 
 
 def _fused_adam(context: SliceContext) -> Any:
-    """``multi_tensor_adam(chunk_size, noop_flag, [grads, params, exp_avgs, exp_avg_sqs], ...)``: one kernel."""
-    from prism_plugins.capture.recorder import get_recorder
+    """``multi_tensor_adam(chunk_size, noop_flag, [grads, params, exp_avgs, exp_avg_sqs], ...)``: one kernel.
 
-    def multi_tensor_adam(chunk: int, noop: Any, lists: list[list[Any]], *rest: Any) -> None:
+    Tensors that have values are computed, as the kernel does: on the ``cpu`` device a model learns.
+    """
+    from prism_plugins.capture.recorder import get_recorder
+    from prism_plugins.device.tensors import is_shape_only
+
+    def multi_tensor_adam(chunk: int, noop: Any, lists: list[list[Any]], *hyper: Any) -> None:
         grads, params, first, second = lists
         get_recorder().kernel("deepspeed::multi_tensor_adam", [*params, *grads, *first, *second])
+        for tensors in zip(*lists, strict=True):
+            if not any(is_shape_only(tensor) for tensor in tensors):
+                _adam(*tensors, *hyper)
 
     return SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
+
+
+def _adam(
+    grad: Any,
+    param: Any,
+    first: Any,
+    second: Any,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    decoupled: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """One step of Adam (``decoupled``: AdamW) on the memory behind the tensors; nothing is recorded."""
+    from prism_plugins.device.tensors import host_view, is_synthesized, mark_synthesized
+
+    updated = (param, first, second)
+    if any(is_synthesized(tensor) for tensor in (grad, *updated)):
+        for tensor in updated:
+            mark_synthesized(tensor)
+    param, grad, first, second = (host_view(tensor) for tensor in (param, grad, first, second))
+    value, slope = param.float(), grad.float()
+    if not decoupled:
+        slope = slope + weight_decay * value
+    first.lerp_(slope.to(first.dtype), 1 - beta1)
+    second.mul_(beta2).addcmul_(slope.to(second.dtype), slope.to(second.dtype), value=1 - beta2)
+    correction1, correction2 = (1 - beta**step if bias_correction else 1.0 for beta in (beta1, beta2))
+    update = (first.float() / correction1) / ((second.float() / correction2).sqrt() + eps)
+    if decoupled:
+        update = update + weight_decay * value
+    param.copy_(value - lr * update)
 
 
 def _utils(context: SliceContext) -> Any:

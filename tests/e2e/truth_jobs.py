@@ -1,30 +1,47 @@
-"""Small GPT jobs run twice: for real with eight processes, watched by truth_logger.py, and emulated."""
+"""Small jobs run twice: for real with a process per rank, watched by truth_logger.py, and emulated."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tests.e2e.megatron_jobs import CORE_SCRIPT, CORE_SIZES
-from tests.e2e.truth_compare import Witnessed, read_log
+from tests.e2e.truth_compare import STEPS, RankResult, Witnessed, check_computed, compare, read_log
 
-WORLD_SIZE = 8
-ITERATIONS = 3
 _SIZES = f"{CORE_SIZES} --num-layers 4 --global-batch-size 8"
-_LOGGER = Path(__file__).with_name("truth_logger.py")
+_HERE = Path(__file__).parent
+_DEEPSPEED = _HERE / "deepspeed_scripts"
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """A layout of eight ranks, whose ranks are in Megatron's default order: tp, dp, pp."""
+    """One job. Ranks are in the order tp, dp, pp, as Megatron's default."""
 
+    script: Path = CORE_SCRIPT
     arguments: str
-    tp: int
-    pp: int
+    config: dict | None = None
+    """Of DeepSpeed: written to a file and given as ``--deepspeed_config``."""
+    world_size: int = 8
+    iterations: int = 3
+    tp: int = 1
+    pp: int = 1
+    vocab_size: int = 256
+    shared_weights: bool = True
+    """Data-parallel ranks hold the same parameters."""
+    steps: frozenset[str] = STEPS
+    """Steps that both the logger and the programs tell; only calls are compared where it is empty."""
+
+    @property
+    def command(self) -> list[str]:
+        """The script and its arguments, without a configuration."""
+        sizes = _SIZES.split() if self.script is CORE_SCRIPT else []
+        return [str(self.script), *sizes, *self.arguments.split()]
 
 
 CASES = {
@@ -63,26 +80,90 @@ DEEP_CASES = {
 """With middle stages that no slice runs: their programs are derived from another stage's."""
 
 
+_ZERO_STEPS = frozenset(["forward", "backward", "optimizer"])
+
+
+def _deepspeed(script: str, arguments: str = "", *, zero: dict, world_size: int = 4, **rest: Any) -> Case:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": rest.pop("accumulate", 2),
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        **rest.pop("config", {}),
+    }
+    return Case(
+        script=_DEEPSPEED / script,
+        arguments=arguments,
+        config=config,
+        world_size=world_size,
+        iterations=4,
+        **rest,
+    )
+
+
+DEEPSPEED_CASES = {
+    "zero 0": _deepspeed("train.py", zero={"stage": 0}, steps=_ZERO_STEPS),
+    "zero 1": _deepspeed("train.py", zero={"stage": 1}, steps=_ZERO_STEPS),
+    "zero 2": _deepspeed(
+        "train.py",
+        zero={
+            "stage": 2,
+            "overlap_comm": True,
+            "reduce_bucket_size": 20_000,
+            "allgather_bucket_size": 20_000,
+        },
+        steps=_ZERO_STEPS,
+    ),
+    "zero 3": _deepspeed(
+        "train.py",
+        "--zero-init",
+        zero={"stage": 3, "stage3_param_persistence_threshold": 100, "reduce_bucket_size": 20_000},
+        steps=_ZERO_STEPS,
+        shared_weights=False,
+    ),
+}
+"""DeepSpeed's engines. Data is of the script's own making, another one for every data-parallel rank."""
+
+
 def run_for_real(case: Case, folder: Path) -> Path:
     """Run all ranks as processes that really compute and communicate, watched; returns the run directory."""
     site, logs = folder / "site", folder / "truth"
     for directory in (site, logs):
         directory.mkdir(parents=True, exist_ok=True)
-    shutil.copy(_LOGGER, site / "sitecustomize.py")
+    shutil.copy(_HERE / "truth_logger.py", site / "sitecustomize.py")
+    shutil.copy(_HERE / "truth_logger_deepspeed.py", site)
     _launch(
         case,
         folder / "real",
         "--prism-device cpu --prism-ranks all",
-        num_processes=WORLD_SIZE,
+        num_processes=case.world_size,
         # Compiled regions compute the same op by op, without eight processes planning them.
         env={"PYTHONPATH": str(site), "TRUTH_LOG": str(logs), "TORCHDYNAMO_DISABLE": "1"},
     )
     return folder / "real"
 
 
-def read_logs(folder: Path) -> dict[int, list[Witnessed]]:
+def read_logs(case: Case, folder: Path) -> dict[int, list[Witnessed]]:
     """What each rank did in each iteration of :func:`run_for_real`."""
-    return {rank: read_log(folder / "truth" / f"rank{rank}.jsonl") for rank in range(WORLD_SIZE)}
+    return {rank: read_log(folder / "truth" / f"rank{rank}.jsonl") for rank in range(case.world_size)}
+
+
+def check_real(case: Case, witnessed: dict[int, list[Witnessed]]) -> None:
+    """The real run really computed."""
+    check_computed(
+        witnessed,
+        tp=case.tp,
+        pp=case.pp,
+        vocab_size=case.vocab_size,
+        shared_weights=case.shared_weights,
+    )
+
+
+def compare_with(case: Case, rundir: Path, witnessed: dict[int, list[Witnessed]]) -> list[RankResult]:
+    """Compare every rank's last iteration with its program in a run directory."""
+    return compare(rundir, witnessed, case.steps)
 
 
 def emulate(case: Case, folder: Path) -> Path:
@@ -93,13 +174,17 @@ def emulate(case: Case, folder: Path) -> Path:
 
 def _launch(case: Case, out: Path, flags: str, *, num_processes: int, env: dict[str, str]) -> None:
     own = {k: v for k, v in os.environ.items() if not k.startswith(("PRISM_", "TORCHELASTIC_", "TRUTH_"))}
+    script = case.command
+    if case.config is not None:
+        config = out.parent / "ds_config.json"
+        config.write_text(json.dumps(case.config))
+        script += ["--deepspeed_config", str(config)]
     done = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes),
             "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-            str(CORE_SCRIPT), *_SIZES.split(), *case.arguments.split(),
-            "--prism-emulate", "--prism-world-size", str(WORLD_SIZE),
-            "--prism-iterations", str(ITERATIONS), "--prism-out", str(out), *flags.split(),
+            *script, "--prism-emulate", "--prism-world-size", str(case.world_size),
+            "--prism-iterations", str(case.iterations), "--prism-out", str(out), *flags.split(),
         ],
         env={**own, **env},
         cwd=out.parent,

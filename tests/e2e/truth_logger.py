@@ -1,8 +1,8 @@
 """An independent witness of a training job: what each rank asks of torch.distributed, and in which step.
 
-Copied as ``sitecustomize.py`` into a directory on ``PYTHONPATH``; with ``TRUTH_LOG`` naming a directory, every
-process that imports megatron-core writes ``rank<R>.jsonl`` there. Knows torch and Megatron only, nothing of what
-implements the process groups underneath: the public functions are wrapped, sizes come from their tensors, members
+Copied as ``sitecustomize.py`` into a directory on ``PYTHONPATH``, beside truth_logger_deepspeed.py; with ``TRUTH_LOG``
+naming a directory, every process that imports megatron-core or deepspeed writes ``rank<R>.jsonl`` there. Knows torch
+and these two only, nothing of what implements the process groups underneath: the public functions are wrapped, sizes come from their tensors, members
 of a group from the ``new_group`` call that made it.
 
 One JSON list a line, in program order of the main thread and autograd's:
@@ -19,6 +19,8 @@ import inspect
 import json
 import os
 import sys
+
+import truth_logger_deepspeed
 
 P2P_METHODS = (
     "recv_forward",
@@ -330,23 +332,25 @@ def _step(log, kind, function):
     return stepped
 
 
+FRAMEWORKS = ("megatron.core", "deepspeed")
 AFTER_IMPORT = {
     SCHEDULES: watch_schedules,
     P2P: watch_p2p,
     "megatron.core.distributed": watch_grad_sync,
     "megatron.core.optimizer": watch_optimizer,
+    **truth_logger_deepspeed.AFTER_IMPORT,
 }
 
 
 class Watcher(importlib.abc.MetaPathFinder):
-    """Watches torch when megatron.core is about to be imported, and Megatron's modules after they were."""
+    """Watches torch when a framework is about to be imported, and the framework's modules after they were."""
 
     def __init__(self, folder):
         self._folder = folder
         self._log = None
 
     def find_spec(self, name, path, target=None):
-        if name == "megatron.core" and self._log is None:
+        if name in FRAMEWORKS and self._log is None:
             self._log = Log(self._folder)
             watch_torch(self._log)
         if name not in AFTER_IMPORT:
