@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from prism_plugins.integration.hook_table import Hook
-from prism_plugins.integrations.deepspeed import offload, pipeline
+from prism_plugins.integrations.deepspeed import autotp, moe, offload, pipeline
 from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.program.model import Phase
 
@@ -23,6 +23,8 @@ def hook_table() -> list[Hook]:
         Hook(engine, "DeepSpeedEngine.step", _step, "phase optimizer"),
         *pipeline.HOOKS,
         *offload.HOOKS,
+        *moe.HOOKS,
+        *autotp.HOOKS,
     ]
 
 
