@@ -1,8 +1,8 @@
 """The slice's side of :class:`prism_plugins.integration.SliceContext`: phases, iterations, patches, facts.
 
-Iterations are recorded one at a time. Two in a row whose device events hash equal are steady: the later one is
-the program, and the slice ends when the next iteration would begin (so that the log line of the steady one is
-still printed).
+Iterations are recorded one at a time. Two in a row (of those that begin alike) whose device events hash equal are
+steady: the later one is the program, and the slice ends when the next iteration would begin (so that the log line of
+the steady one is still printed).
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ class Context:
         self.seconds: list[float] = []
         self.steady = False
         self._began: float | None = None
+        self._last_digest: dict[bool, str] = {}
+        self._continues = False
+        """The iteration began where the one before ended, with what the script does in between. One that follows an
+        evaluation begins later: it is compared with others of its kind only."""
         self._tentative = False
         """An iteration was begun by :meth:`next_iteration`, and nothing says yet that the script trains on."""
         self._hooks = ImportHooks()
@@ -121,12 +125,12 @@ class Context:
         if self._began is not None:
             self.end_iteration()
         self.stop_if_enough()
-        self._start()
+        self._start(continues=False)
 
     def next_iteration(self) -> None:
         """A training iteration ended and the next one starts, if the script goes on to train."""
         self.end_iteration()
-        self._start()
+        self._start(continues=True)
         self._tentative = True
 
     def stop_if_enough(self) -> None:
@@ -144,7 +148,8 @@ class Context:
             self.recorder.stop()
             self._began = None
 
-    def _start(self) -> None:
+    def _start(self, *, continues: bool) -> None:
+        self._continues = continues
         self.recorder.reset_peaks()
         self.recorder.start()
         self._began = time.monotonic()
@@ -162,7 +167,8 @@ class Context:
         self.iteration = self.recorder.stop()
         self.iteration_stats = self.recorder.stats()
         digest = iteration_hash(self.iteration.events)
-        self.steady = bool(self.hashes) and self.hashes[-1] == digest
+        self.steady = self._last_digest.get(self._continues) == digest
+        self._last_digest[self._continues] = digest
         self.hashes.append(digest)
         self._on_iteration()
 

@@ -77,6 +77,24 @@ def test_ends_when_the_next_iteration_would_begin_after_two_equal_ones(context):
     assert len(context.hashes) == 3
 
 
+def test_iterations_are_compared_with_those_that_begin_alike(context):
+    """One that follows an evaluation lacks what the script does between two steps."""
+    context.recorder.kernels = iter([7, 0, 2, 3, 0, 2])
+
+    def evaluation():
+        context.drop_iteration()
+        context.begin_iteration()
+
+    context.begin_iteration()
+    for after in (evaluation, context.stop_if_enough, evaluation):
+        context.next_iteration()
+        assert not context.steady
+        after()
+    context.end_iteration()
+    assert context.steady
+    assert context.hashes[1] == context.hashes[3] != context.hashes[2]
+
+
 def test_ends_after_the_last_allowed_iteration_when_never_steady(context):
     with pytest.raises(EndOfSlice):
         iterate(context, 10, range(10))

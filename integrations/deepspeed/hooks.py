@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from prism_plugins.integration.hook_table import Hook
-from prism_plugins.integrations.deepspeed import autotp, moe, offload, pipeline
+from prism_plugins.integrations.deepspeed import autotp, compat, moe, offload, pipeline
 from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.program.model import Phase
 
@@ -20,11 +20,15 @@ def hook_table() -> list[Hook]:
     return [
         Hook(engine, "DeepSpeedEngine.forward", _forward, "iterations and phase forward"),
         Hook(engine, "DeepSpeedEngine.backward", _backward, "phase backward"),
+        Hook(engine, "DeepSpeedEngine._backward_prologue", _backward_prologue, "phase of loss.backward()"),
+        Hook(engine, "DeepSpeedEngine._backward_epilogue", _backward_epilogue, "phase of loss.backward()"),
         Hook(engine, "DeepSpeedEngine.step", _step, "phase optimizer"),
+        Hook("torch.nn.modules.module", "Module.train", _train, "evaluation between iterations"),
         *pipeline.HOOKS,
         *offload.HOOKS,
         *moe.HOOKS,
         *autotp.HOOKS,
+        *compat.HOOKS,
     ]
 
 
@@ -37,6 +41,7 @@ def _forward(session: Session, original: Any, module: ModuleType) -> Any:
             session.training_pauses()
             return original(self, *args, **kwargs)
         session.training_begins(self)
+        session.next_microbatch()
         phase = Phase(
             kind="forward", microbatch=session.microbatch, parts=session.tracker.parts(("forward",))
         )
@@ -48,24 +53,59 @@ def _forward(session: Session, original: Any, module: ModuleType) -> Any:
 def _backward(session: Session, original: Any, module: ModuleType) -> Any:
     @functools.wraps(original)
     def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        phase = Phase(
-            kind="backward", microbatch=session.microbatch, parts=session.tracker.parts(("backward",))
-        )
-        return session.tracker.run(phase, lambda: original(self, *args, **kwargs))
+        return session.tracker.run(_backward_phase(session), lambda: original(self, *args, **kwargs))
 
     return backward
+
+
+def _backward_phase(session: Session) -> Phase:
+    return Phase(kind="backward", microbatch=session.microbatch, parts=session.tracker.parts(("backward",)))
+
+
+def _backward_prologue(session: Session, original: Any, module: ModuleType) -> Any:
+    """Runs when the gradient reaches the engine's output: with ``loss.backward()`` the phase begins here."""
+
+    @functools.wraps(original)
+    def prologue(self: Any) -> Any:
+        session.loss_backward_begins(_backward_phase(session))
+        return original(self)
+
+    return prologue
+
+
+def _backward_epilogue(session: Session, original: Any, module: ModuleType) -> Any:
+    @functools.wraps(original)
+    def epilogue(self: Any) -> Any:
+        result = original(self)
+        session.loss_backward_ends()
+        return result
+
+    return epilogue
+
+
+def _train(session: Session, original: Any, module: ModuleType) -> Any:
+    """``eval()`` is ``train(False)``. Evaluation need not go through the engine: Hugging Face's Trainer calls the
+    model itself."""
+
+    @functools.wraps(original)
+    def train(self: Any, mode: bool = True) -> Any:
+        if not mode and session.engine is not None and self is session.engine.module:
+            session.training_pauses()
+        return original(self, mode)
+
+    return train
 
 
 def _step(session: Session, original: Any, module: ModuleType) -> Any:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        boundary = self.is_gradient_accumulation_boundary()
+        session.loss_backward_ends()
+        boundary = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
         kind = "optimizer" if boundary else "accumulate"
         result = session.tracker.run(
             Phase(kind=kind, microbatch=-1 if boundary else session.microbatch),
             lambda: original(self, *args, **kwargs),
         )
-        session.microbatch += 1
         if boundary:
             session.optimizer_stepped()
         return result

@@ -18,11 +18,12 @@ class Session:
         """The engine that trains: the first one to run a training forward."""
         self.iterating = False
         """An iteration is recorded."""
-        self.microbatch = 0
-        """Micro-batch of the iteration that is at work."""
+        self.microbatch = -1
+        """Micro-batch of the iteration that is at work; -1 before its first forward pass."""
         self.tracker = PhaseTracker(_WhileIterating(self))
         self._iterations = 0
         self._stepped = False
+        self._in_loss_backward = False
 
     def training_begins(self, engine: Any) -> None:
         """An engine is about to run a training forward pass. The first one reports the facts of the job and begins
@@ -51,6 +52,24 @@ class Session:
             self._new_iteration()
             self._stepped = True
 
+    def next_microbatch(self) -> None:
+        """A training forward pass begins. Counted here because not every micro-batch ends in ``engine.step()``."""
+        self.loss_backward_ends()
+        if not self.tracker.is_open:
+            self.microbatch += 1
+
+    def loss_backward_begins(self, phase: Phase) -> None:
+        """A backward pass that the script started by ``loss.backward()``, not through the engine."""
+        if self.iterating and not self.tracker.is_open:
+            self._in_loss_backward = True
+            self.tracker.begin(phase)
+
+    def loss_backward_ends(self) -> None:
+        """All gradients of that backward pass are there (or its phase was left open by an error)."""
+        if self._in_loss_backward:
+            self._in_loss_backward = False
+            self.tracker.end()
+
     def training_pauses(self) -> None:
         """The script does something else between two iterations: evaluates, saves."""
         if self.iterating:
@@ -59,7 +78,7 @@ class Session:
 
     def _new_iteration(self) -> None:
         self._iterations += 1
-        self.microbatch = 0
+        self.microbatch = -1
         self.tracker.new_iteration()
 
 
