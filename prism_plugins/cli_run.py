@@ -58,6 +58,7 @@ def load_view(rundir: RunDir) -> JobView:
     from prism_plugins import stages
     from prism_plugins.costs.cluster import check_values, load_cluster
     from prism_plugins.costs.model import build_cost_model
+    from prism_plugins.costs.nccl.settings import parse_settings
     from prism_plugins.program.infer import infer_job
     from prism_plugins.program.store import load_program
 
@@ -77,7 +78,7 @@ def load_view(rundir: RunDir) -> JobView:
     if info.cluster is not None:
         check_values(info.cluster, source=f"in {rundir.run}")
     cluster = info.cluster or load_cluster(info.job.options.cluster)
-    costs = build_cost_model(cluster)
+    costs = build_cost_model(cluster, nccl=parse_settings(info.nccl_variables))
     timeline, faults = stages.simulate(job, costs)
     if timeline is None:
         raise PrismError(f"there are no times, the job would not run: {faults[0].message}")

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 from prism_plugins import stages
 from prism_plugins.cache import SliceCache
-from prism_plugins.costs.cluster import Cluster, load_cluster
+from prism_plugins.costs.cluster import Cluster, check_world, load_cluster
 from prism_plugins.costs.model import build_cost_model
+from prism_plugins.costs.nccl.settings import parse_settings
 from prism_plugins.emit import JobView, emit_all
 from prism_plugins.local_rank import check_local_rank
 from prism_plugins.options import Job
@@ -50,10 +51,17 @@ def conduct(job: Job) -> int:
     launch = launch_from_environment()
     options = job.options
     cluster = load_cluster(options.cluster)
+    check_world(cluster, options.world_size)
+    nccl = parse_settings(os.environ)
     if not launch.leads:
         return serve(launch, jobs=options.jobs)
     rundir = create(job)
-    with rundir.recording(job, cluster=cluster, launch_world=launch.world) as record, Progress() as progress:
+    with (
+        rundir.recording(
+            job, cluster=cluster, nccl_variables=nccl.variables, launch_world=launch.world
+        ) as record,
+        Progress() as progress,
+    ):
         with slices_of(job, launch, cluster, rundir, progress) as runner:
             facts = runner.facts
             progress.stage("inferring the programs of all ranks")
@@ -67,7 +75,7 @@ def conduct(job: Job) -> int:
         audit, differences = stages.audit(programs, runner.audited, rundir)
 
         progress.stage(f"simulating {options.world_size} ranks")
-        costs = build_cost_model(cluster)
+        costs = build_cost_model(cluster, nccl=nccl)
         timeline, faults = stages.simulate(programs, costs)
         if options.strict and timeline is not None:
             stages.check_strict(timeline)

@@ -40,6 +40,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     job: Job
     cluster: Cluster | None = None
     """As it was described when the run was made; its file may have changed since."""
+    nccl_variables: dict[str, str] = {}
+    """The variables of the launch that change what collectives cost."""
     launch_world: int = 1
     """Physical ranks of the launch."""
     facts: JobFacts | None = None
@@ -104,11 +106,14 @@ class RunDir:
         write_json(self.run, info)
 
     @contextlib.contextmanager
-    def recording(self, job: Job, *, cluster: Cluster, launch_world: int) -> Iterator[Callable[..., None]]:
+    def recording(
+        self, job: Job, *, cluster: Cluster, launch_world: int, nccl_variables: dict[str, str] | None = None
+    ) -> Iterator[Callable[..., None]]:
         """Keep run.json up to date while the run goes on; yields a function that changes fields of it."""
         info = RunInfo(
             job=job,
             cluster=cluster,
+            nccl_variables=nccl_variables or {},
             launch_world=launch_world,
             started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             versions=_versions(),

@@ -15,7 +15,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     duration_ns: float
     """Time on its stream."""
     rule: str
-    """Which rule priced it, e.g. ``roofline/gemm``, ``measured``, ``alpha-beta/ring``."""
+    """Which rule priced it, e.g. ``roofline/gemm``, ``measured``, ``nccl/Ring/Simple``."""
     provenance: str
     """``measured``, ``scaled``, ``modelled``, ``free`` (launches no kernel) or ``unpriced``."""
     host_ns: float = 0.0

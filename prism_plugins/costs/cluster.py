@@ -10,7 +10,7 @@ import difflib
 import importlib.resources
 import pathlib
 import tomllib
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -49,13 +49,17 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     nvls: bool
     """NVSwitch reduces and multicasts in the switch (NVLink SHARP)."""
     num_nics: int
-    """Compute-fabric NICs."""
-    nic_bytes_per_s: float
-    """Per NIC and direction, line rate."""
-    nic_latency_us: float
-    """One hop between nodes as a ring step sees it."""
+    """Compute-fabric NICs; 0: the cluster is this one node."""
     pcie_bytes_per_s: float
     """Host to device and back, per GPU and direction, as pinned copies reach it."""
+    nic_bytes_per_s: float = 0.0
+    """Per NIC and direction, line rate. Needed where there are NICs."""
+    nic_latency_us: float = 2.7
+    """One hop between nodes as a ring step of NCCL's LL protocol sees it; 2.7 is NCCL's own figure for InfiniBand."""
+    gpu_link: Literal["nvlink", "pcie"] = "nvlink"
+    """What ``nvlink_bytes_per_s`` describes: NVLink, or the PCIe slot of a node without it."""
+    nvlink_domain_gpus: int = 0
+    """GPUs that one NVLink switch joins where they sit in several nodes (72 for NVL72); 0: ``num_gpus``."""
 
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +67,8 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     oversubscription: float = 1.0
     """Leaf-to-spine oversubscription: 2.0 halves what a NIC sees across nodes."""
+    ll128: bool = True
+    """Whether NCCL may use its LL128 protocol across nodes: the NICs have to write GPU memory in order (GPUDirect RDMA)."""
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,6 +103,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """GPUs of one node; rank ``r`` runs on node ``r // gpus_per_node``."""
         return self.node.num_gpus
 
+    @property
+    def gpus_per_domain(self) -> int:
+        """GPUs that reach each other without the network."""
+        return self.node.nvlink_domain_gpus or self.node.num_gpus
+
     def gpu_facts(self) -> GpuFacts:
         """What a slice's virtual device reports about itself."""
         return GpuFacts(
@@ -108,6 +119,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
 
+_MAY_BE_ZERO = ("nvlink_latency_us", "nic_latency_us", "num_nics", "nic_bytes_per_s", "nvlink_domain_gpus")
+"""Latencies of an ideal network; a node without a network; other counts and rates are positive."""
 _MAX_US = 1e6
 """Longest latency or host time a description may give."""
 
@@ -161,6 +174,15 @@ def parse_cluster(text: str, *, source: str) -> Cluster:
     return cluster
 
 
+def check_world(cluster: Cluster, world_size: int) -> None:
+    """Raise PrismError when a job has more ranks than a cluster without a network has GPUs."""
+    if not cluster.node.num_nics and world_size > cluster.gpus_per_domain:
+        raise PrismError(
+            f"cluster {cluster.name} is one node of {cluster.gpus_per_domain} GPUs without NICs (node.num_nics = 0); "
+            f"a job of {world_size} ranks needs a cluster with a network"
+        )
+
+
 def _preset_dir() -> Any:
     return importlib.resources.files("prism_plugins.costs") / "clusters"
 
@@ -186,9 +208,8 @@ def check_values(cluster: Cluster, *, source: str) -> None:
         struct = getattr(cluster, section)
         for key in struct.__struct_fields__:
             value = getattr(struct, key)
-            # Latencies may be zero (an ideal network); a count or a rate may not.
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                smallest_ok = value >= 0 if key.endswith("_latency_us") else value > 0
+                smallest_ok = value >= 0 if key in _MAY_BE_ZERO else value > 0
                 if not smallest_ok or value != value or value == float("inf"):
                     raise PrismError(
                         f"cluster {source}: key '{section}.{key}' must be a positive number, not {value}"
@@ -198,6 +219,17 @@ def check_values(cluster: Cluster, *, source: str) -> None:
                         f"cluster {source}: key '{section}.{key}' is in microseconds and must be at most "
                         f"{_MAX_US:g}, not {value:g}"
                     )
+    node = cluster.node
+    if node.num_nics and not node.nic_bytes_per_s:
+        raise PrismError(
+            f"cluster {source}: key 'node.nic_bytes_per_s' must be a positive number where there are NICs "
+            f"(num_nics = {node.num_nics})"
+        )
+    if node.nvlink_domain_gpus and (node.gpu_link != "nvlink" or node.nvlink_domain_gpus % node.num_gpus):
+        raise PrismError(
+            f"cluster {source}: key 'node.nvlink_domain_gpus' ({node.nvlink_domain_gpus}) must be a multiple of "
+            f"node.num_gpus ({node.num_gpus}) joined by NVLink"
+        )
     for dtype, flops in cluster.gpu.peak_flops.items():
         if not 0 < flops < float("inf"):
             raise PrismError(

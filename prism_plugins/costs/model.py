@@ -1,27 +1,28 @@
-"""The first cost model: roofline for compute, alpha-beta for communication, with a cache by signature."""
+"""The modelled costs: roofline for compute, NCCL's behaviour for communication, with a cache by signature."""
 
 from __future__ import annotations
 
 from prism_plugins.costs.base import CostModel, Price
 from prism_plugins.costs.cluster import Cluster
 from prism_plugins.costs.collectives import CollectiveModel
+from prism_plugins.costs.nccl.settings import NcclSettings
 from prism_plugins.costs.roofline import Roofline
 from prism_plugins.program.model import CommSignature, OpSignature
 
 
-def build_cost_model(cluster: Cluster) -> CostModel:
-    """The cost model for a described cluster."""
-    return ModelledCosts(cluster)
+def build_cost_model(cluster: Cluster, *, nccl: NcclSettings | None = None) -> CostModel:
+    """The cost model for a described cluster and the NCCL variables of a launch."""
+    return ModelledCosts(cluster, nccl=nccl)
 
 
 class ModelledCosts:
     """Prices from formulas alone; a measured model wraps this one and overrides what it has measured."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, *, nccl: NcclSettings | None = None) -> None:
         self.cluster = cluster
-        self.name = f"roofline + alpha-beta on {cluster.name}"
+        self.name = f"roofline + NCCL model on {cluster.name}"
         self._roofline = Roofline(cluster)
-        self._collectives = CollectiveModel(cluster)
+        self._collectives = CollectiveModel(cluster, nccl)
         self._op_prices: dict[tuple, Price] = {}
         self._comm_prices: dict[tuple, Price] = {}
 
@@ -44,7 +45,7 @@ class ModelledCosts:
             comm.out_numel,
             comm.send_splits,
             comm.recv_splits,
-            place,
+            (ranks, rank) if comm.send_splits or comm.recv_splits else place,
         )
         price = self._comm_prices.get(key)
         if price is None:
@@ -57,9 +58,7 @@ class ModelledCosts:
         return (
             f"compute is priced by a roofline on {c.gpu.name} with efficiencies fitted on one H200 training iteration; "
             "no measurement of this job was made",
-            f"collectives are priced by latency and bandwidth on {c.gpus_per_node} GPUs a node, NVLink "
-            f"{c.node.nvlink_bytes_per_s / 1e9:.0f} GB/s, {c.node.num_nics} NICs of {c.node.nic_bytes_per_s / 1e9:.0f} "
-            f"GB/s, oversubscription {c.fabric.oversubscription:g}; rank r runs on node r // {c.gpus_per_node}",
+            *self._collectives.assumptions(),
             f"the host takes {c.host.op_us:g} us per launched op, {c.host.view_us:g} us per view, "
             f"{c.host.comm_us:g} us per collective",
             "float32 GEMMs run without TF32; GPUs are equal and keep one clock",

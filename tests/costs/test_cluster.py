@@ -6,7 +6,7 @@ import importlib.resources
 
 import pytest
 
-from prism_plugins.costs.cluster import DEFAULT_CLUSTER, load_cluster, parse_cluster, presets
+from prism_plugins.costs.cluster import DEFAULT_CLUSTER, check_world, load_cluster, parse_cluster, presets
 from prism_plugins.errors import PrismError
 
 PRESET_DIR = importlib.resources.files("prism_plugins.costs") / "clusters"
@@ -20,19 +20,24 @@ def preset_text(name: str = "dgx-h100") -> str:
 def test_presets_load_and_name_themselves(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name
-    assert cluster.gpus_per_node == 8
+    assert cluster.gpus_per_node in (1, 2, 4, 8)
     facts = cluster.gpu_facts()
-    assert 79 * 2**30 < facts.memory_bytes < 141e9 * 1.07
+    assert 79 * 2**30 < facts.memory_bytes < 192e9
     assert cluster.gpu.peak_flops["bfloat16"] > 3e14
 
 
-def test_the_three_presets_and_the_default_exist() -> None:
-    assert presets() == ("dgx-a100", "dgx-h100", "dgx-h200")
+def test_the_presets_and_the_default_exist() -> None:
+    wanted = (
+        "dgx-a100 dgx-h100 dgx-h200 hgx-h800 dgx-b200 gb200-nvl72 aws-p5 gcp-a3-mega h100x1 h200x1 h200x2"
+    )
+    assert set(wanted.split()) <= set(presets())
     assert load_cluster().name == DEFAULT_CLUSTER
 
 
 def test_an_unknown_preset_lists_the_presets_and_the_nearest() -> None:
-    with pytest.raises(PrismError, match=r"dgx-h10.*did you mean dgx-h100.*dgx-a100, dgx-h100, dgx-h200"):
+    with pytest.raises(
+        PrismError, match=r"dgx-h10.*did you mean dgx-h100.*dgx-a100, dgx-b200, dgx-h100, dgx-h200"
+    ):
         load_cluster("dgx-h10")
 
 
@@ -55,7 +60,26 @@ def test_a_missing_file_is_named(tmp_path) -> None:
     [
         (("num_sms", "num_smss"), r"unknown key 'gpu\.num_smss'; did you mean 'gpu\.num_sms'"),
         (("num_nics = 8", ""), r"key 'node\.num_nics' is missing"),
-        (("num_nics = 8", "num_nics = 0"), r"'node\.num_nics' must be a positive number, not 0"),
+        (
+            ("nic_bytes_per_s = 50e9", ""),
+            r"'node\.nic_bytes_per_s' must be a positive number where there are NICs",
+        ),
+        (
+            ("nic_bytes_per_s = 50e9", "nic_bytes_per_s = 0"),
+            r"'node\.nic_bytes_per_s' must be a positive number",
+        ),
+        (
+            ("nvlink_bytes_per_s = 450e9", "nvlink_bytes_per_s = 0"),
+            r"'node\.nvlink_bytes_per_s' must be a positive",
+        ),
+        (
+            ("nvls = true", 'nvls = true\ngpu_link = "copper"'),
+            r"key 'node\.gpu_link': invalid enum value 'copper'",
+        ),
+        (
+            ("nvls = true", "nvls = true\nnvlink_domain_gpus = 12"),
+            r"'node\.nvlink_domain_gpus' \(12\) must be a multiple",
+        ),
         (("num_nics = 8", "num_nics = -1"), r"'node\.num_nics' must be a positive"),
         (("nvls = true", "nvls = 3"), r"key 'node\.nvls': expected bool"),
         (("num_sms = 132", 'num_sms = "many"'), r"key 'gpu\.num_sms': expected int"),
@@ -75,6 +99,19 @@ def test_mistakes_name_the_key_and_the_file(change: tuple[str, str], says: str) 
         parse_cluster(text, source="mine.toml")
     assert "mine.toml" in str(caught.value)
     assert "\n" not in str(caught.value).split("not valid TOML")[0]
+
+
+def test_a_node_without_nics_holds_no_larger_job() -> None:
+    cluster = load_cluster("h200x2")
+    check_world(cluster, 2)
+    check_world(load_cluster("dgx-h200"), 1024)
+    with pytest.raises(PrismError, match=r"h200x2 is one node of 2 GPUs without NICs.*a job of 4 ranks"):
+        check_world(cluster, 4)
+
+
+def test_a_rack_of_trays_is_one_nvlink_domain() -> None:
+    rack = load_cluster("gb200-nvl72")
+    assert (rack.gpus_per_node, rack.gpus_per_domain) == (4, 72)
 
 
 def test_every_figure_of_a_preset_has_a_source() -> None:

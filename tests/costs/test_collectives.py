@@ -1,97 +1,151 @@
 """The collective model against measured and published NCCL tables, and laws it obeys.
 
-Run this file as a script to print the error of every point.
+``scripts/check_collectives.py`` prints the error of every point.
 """
 
 from __future__ import annotations
 
-import json
+import importlib.util
+import itertools
 import statistics
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from prism_plugins.costs.cluster import load_cluster
+from prism_plugins.costs.cluster import Fabric, load_cluster
+from prism_plugins.costs.collectives import CollectiveModel
 from prism_plugins.costs.model import build_cost_model
+from prism_plugins.costs.nccl.settings import parse_settings
+from prism_plugins.costs.nccl.topology import Links
+from prism_plugins.costs.nccl.tuner import Tuner
+from prism_plugins.errors import PrismError
 from prism_plugins.program.model import CommSignature
 
-DATA = Path(__file__).parent / "data"
-MODELS = {gpu: build_cost_model(load_cluster(f"dgx-{gpu.lower()}")) for gpu in ("A100", "H100", "H200")}
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_collectives.py"
+SPEC = importlib.util.spec_from_file_location("check_collectives", SCRIPT)
+check = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(check)
+
+MODELS = {
+    gpu: build_cost_model(load_cluster(f"dgx-{gpu.lower()}")) for gpu in ("A100", "H100", "H200", "B200")
+}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
-def call(kind: str, nbytes: int, size: int = 2) -> CommSignature:
-    """A call whose full buffer per rank has ``nbytes``."""
-    n = nbytes // 4
-    sizes = {
-        "all_gather": {"in_numel": n // size, "out_numel": n},
-        "reduce_scatter": {"in_numel": n, "out_numel": n // size},
-        "send": {"in_numel": n},
-        "recv": {"out_numel": n},
-    }.get(kind, {"in_numel": n, "out_numel": n})
-    return CommSignature(kind=kind, group=0, dtype="float32", **sizes)
-
-
 def microseconds(kind: str, nbytes: int, ranks: tuple[int, ...], gpu: str = "H100") -> float:
-    return MODELS[gpu].price_comm(call(kind, nbytes, len(ranks)), ranks, ranks[0]).duration_ns / 1e3
+    return MODELS[gpu].price_comm(check.call(kind, nbytes, len(ranks)), ranks, ranks[0]).duration_ns / 1e3
 
 
-def points() -> list[tuple[str, str, int, int, float, float]]:
-    """(case, kind, members, bytes, measured us, priced us)."""
-    out = []
-    for row in json.loads((DATA / "nccl_h200x2.json").read_text())["rows"]:
-        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"):
-            priced = microseconds("send" if kind == "p2p" else kind, row["bytes"], (0, 1), "H200")
-            out.append(("h200x2", kind, 2, row["bytes"], row[kind][1], priced))
-    for case in json.loads((DATA / "collectives_published.json").read_text())["cases"]:
-        gpu, size = case["gpu"][:4], case["num_gpus"]
-        for nbytes, measured in case["rows"]:
-            priced = microseconds(case["collective"], nbytes, tuple(range(size)), gpu)
-            out.append((case["id"], case["collective"], size, nbytes, measured, priced))
-    return out
+def choice(kind: str, nbytes: int, size: int, cluster: str = "dgx-h200", **environ: str) -> str:
+    links = Links(load_cluster(cluster))
+    return Tuner(links, parse_settings(environ)).choose(kind, nbytes, links.place(tuple(range(size)))).name
 
 
-LARGE = 64 << 20
+@pytest.fixture(scope="module")
+def points():
+    return list(check.points())
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"])
-def test_two_h200s_large_messages_within_ten_percent(kind: str) -> None:
-    mine = [(m, p) for case, k, _, b, m, p in points() if case == "h200x2" and k == kind and b >= LARGE]
-    assert len(mine) == 3
-    for measured, priced in mine:
-        assert priced == pytest.approx(measured, rel=0.10)
+# Measured medians of |error| by source, a little above what the model reaches. XLA's reductions on Hopper are 15-27 %
+# slower than nccl-tests' and our own on the same links, and its B200 table knows no NVLS (docs/collectives.md).
+LIMITS = {
+    "h200x2": 0.07, "dgxc-h100-8-ar": 0.06, "mleng-h200-8-ar": 0.03, "mleng-a100-8-ar": 0.14, "mleng-h200-nvls": 0.05,
+    "gcp-a3mega": 0.07, "mlperf50-google-a3ultra-h200-64": 0.12, "mlperf50-google-a3ultra-h200-8": 0.02,
+    "xla-sm_90-all_reduce-2": 0.21, "xla-sm_90-all_reduce-4": 0.12, "xla-sm_90-all_reduce-8": 0.19,
+    "xla-sm_90-reduce_scatter-2": 0.28, "xla-sm_90": 0.13, "xla-sm_100-all_reduce-8": 0.36, "xla-sm_100-all_to_all-2": 0.36,
+    "xla-sm_100": 0.16, "simai-nic_ratio": 0.12, "simai-ata_ratio": 0.07, "nvidia": 0.11, "nebius": 0.22,
+}  # fmt: skip
+
+
+def test_medians_by_source(points) -> None:
+    for source, (error, _, _) in check.medians(points).items():
+        limit = next(limit for prefix, limit in LIMITS.items() if source.startswith(prefix))
+        assert error < limit, source
+
+
+def test_the_median_over_points_is_below_nine_percent_and_over_sources_below_seven(points) -> None:
+    assert check.overall(points) < 0.09
+    assert statistics.median(m[0] for m in check.medians(points).values()) < 0.07
+
+
+def test_nvls_begins_at_five_gpus_on_hopper_and_not_on_ampere() -> None:
+    names = [choice("all_reduce", 8 << 30, n) for n in range(2, 9)]
+    assert names == ["Ring/Simple"] * 3 + ["NVLS/Simple"] * 4
+    assert choice("all_reduce", 8 << 30, 8, "dgx-a100") == "Ring/Simple"
+    assert choice("all_reduce", 8 << 30, 8, NCCL_NVLS_ENABLE="0") == "Ring/Simple"
+
+
+def test_protocols_follow_the_size() -> None:
+    names = [choice("all_gather", nbytes, 8) for nbytes in (1 << 10, 1 << 20, 1 << 28)]
+    assert names == ["Ring/LL", "Ring/LL", "Ring/Simple"]
+    assert choice("all_reduce", 1 << 10, 1024) == "Tree/LL"
+    assert choice("all_gather", 1 << 10, 8, NCCL_PROTO="^LL") == "NVLS/Simple"
+    assert choice("all_reduce", 1 << 10, 8, NCCL_ALGO="ring;allreduce:tree") == "Tree/LL"
+
+
+def test_a_restriction_that_leaves_nothing_is_said() -> None:
+    costs = build_cost_model(load_cluster("dgx-h100"), nccl=parse_settings({"NCCL_ALGO": "Tree"}))
+    costs.price_comm(check.call("all_gather", 1 << 20, 8), tuple(range(8)), 0)
+    assert any("leave no way to do all_gather" in line for line in costs.assumptions())
+    assert any("NCCL_ALGO=Tree" in line for line in costs.assumptions())
 
 
 @pytest.mark.parametrize(
-    ("case", "limit"), [("dgxc-h100-8-ar", 0.12), ("mleng-h200-8-ar", 0.12), ("mleng-a100-8-ar", 0.2)]
+    ("environ", "says"),
+    [
+        ({"NCCL_ALGO": "Rign"}, "NCCL_ALGO=Rign: unknown 'Rign'; known are Tree, Ring"),
+        ({"NCCL_ALGO": "ring;tree"}, "all entries except the first need a collective"),
+        ({"NCCL_PROTO": "alltoall:LL"}, "unknown collective 'alltoall'"),
+        ({"NCCL_ALGO": "CollNetDirect"}, "CollNetDirect is not modelled"),
+        ({"NCCL_MAX_NCHANNELS": "lots"}, "NCCL_MAX_NCHANNELS=lots: an integer is needed"),
+        ({"NCCL_MAX_NCHANNELS": "-3"}, "must lie between 0 and 64"),
+    ],
 )
-def test_published_all_reduce_of_whole_nodes(case: str, limit: float) -> None:
-    mine = [(m, p) for c, *_, b, m, p in points() if c == case and b >= LARGE]
-    for measured, priced in mine:
-        assert priced == pytest.approx(measured, rel=limit)
+def test_variables_that_nccl_would_refuse_name_themselves(environ: dict[str, str], says: str) -> None:
+    with pytest.raises(PrismError, match=says):
+        parse_settings(environ)
 
 
-def test_nccl_tests_latency_of_an_h100_node_within_a_third() -> None:
-    mine = [(m, p) for c, *_, b, m, p in points() if c == "dgxc-h100-8-ar" and 1024 <= b < LARGE]
-    for measured, priced in mine:
-        assert priced == pytest.approx(measured, rel=0.34)
+def test_few_channels_are_slow() -> None:
+    few = CollectiveModel(load_cluster("dgx-h100"), parse_settings({"NCCL_MAX_NCHANNELS": "2"}))
+    comm = check.call("all_gather", 1 << 30, 8)
+    slow = few.price(comm, tuple(range(8)), 0).duration_ns / 1e3
+    assert slow > 4 * microseconds("all_gather", 1 << 30, tuple(range(8)))
 
 
-def test_sixty_four_h200s_over_eight_nodes() -> None:
-    measured, priced = next((m, p) for c, *_, m, p in points() if c == "mlperf50-google-a3ultra-h200-64-ar")
-    assert priced == pytest.approx(measured, rel=0.12)
+def test_groups_of_two_have_less_bus_bandwidth_than_groups_of_eight() -> None:
+    for kind in ("all_gather", "reduce_scatter"):
+        bus = [(n - 1) / n / microseconds(kind, 1 << 30, tuple(range(n))) for n in (2, 8)]
+        assert 0.7 < bus[0] / bus[1] < 0.88
+    bus = [2 * (n - 1) / n / microseconds("all_reduce", 1 << 30, tuple(range(n))) for n in (2, 8)]
+    assert 0.6 < bus[0] / bus[1] < 0.75
 
 
-def test_large_messages_over_all_tables_have_a_small_median_error() -> None:
-    errors = [abs(p / m - 1) for *_, b, m, p in points() if b >= LARGE]
-    assert statistics.median(errors) < 0.06
+def test_uneven_splits_cost_what_the_busiest_direction_carries() -> None:
+    ranks = tuple(range(16))
+    even = MODELS["H100"].price_comm(check.call("all_to_all", 1 << 28, 16), ranks, 0).duration_ns
+    width = (1 << 28) // 4 // 16
+
+    def uneven(splits: tuple[int, ...], rank: int = 0) -> float:
+        comm = CommSignature(
+            kind="all_to_all", group=0, dtype="float32", in_numel=sum(splits), out_numel=16 * width,
+            send_splits=splits, recv_splits=(width,) * 16,
+        )  # fmt: skip
+        return MODELS["H100"].price_comm(comm, ranks, rank).duration_ns
+
+    assert uneven((width,) * 16) == pytest.approx(even)
+    assert uneven((width,) * 15 + (9 * width,)) > 1.3 * even
+    assert uneven((9 * width,) + (width,) * 15) == pytest.approx(even)  # what stays with itself
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_bytes_never_take_less_time(kind: str) -> None:
     for ranks in (tuple(range(2)), tuple(range(8)), tuple(range(64)), tuple(range(0, 1024, 8))):
         times = [microseconds(kind, 4 << i, ranks) for i in range(5, 32)]
-        assert times == sorted(times)
+        # NCCL estimates without the ramp of Simple: where it changes protocol, twice the bytes may be a little faster.
+        assert all(b > 0.85 * a for a, b in itertools.pairwise(times))
+        assert times[-1] > 100 * times[0]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "send"])
@@ -108,14 +162,10 @@ def test_sibling_groups_share_the_rails_and_members_pool_theirs() -> None:
 
 
 def test_oversubscription_slows_the_network_only() -> None:
-    import msgspec
-
-    from prism_plugins.costs.cluster import Fabric
-
     cluster = msgspec.structs.replace(load_cluster("dgx-h100"), fabric=Fabric(oversubscription=2.0))
     slow = build_cost_model(cluster)
     inside, across = (0, 1), (0, 8)
-    comm = call("all_gather", 1 << 30)
+    comm = check.call("all_gather", 1 << 30, 2)
     assert (
         slow.price_comm(comm, inside, 0).duration_ns == MODELS["H100"].price_comm(comm, inside, 0).duration_ns
     )
@@ -127,26 +177,13 @@ def test_oversubscription_slows_the_network_only() -> None:
 
 def test_a_group_of_one_costs_a_launch_and_an_unknown_kind_is_marked() -> None:
     assert microseconds("all_reduce", 1 << 30, (3,)) < 10
-    price = MODELS["H100"].price_comm(call("all_frobnicate", 1 << 20), (0, 1), 0)
+    price = MODELS["H100"].price_comm(check.call("all_frobnicate", 1 << 20, 2), (0, 1), 0)
     assert price.provenance == "unpriced"
     assert price.duration_ns > 10_000
 
 
 def test_every_kind_has_a_price() -> None:
     for kind in (*KINDS, "reduce", "gather", "scatter", "send", "recv", "barrier"):
-        price = MODELS["H100"].price_comm(call(kind, 1 << 20), (0, 1), 0)
+        price = MODELS["H100"].price_comm(check.call(kind, 1 << 20, 2), (0, 1), 0)
         assert price.provenance == "modelled", kind
         assert price.duration_ns > 1000
-
-
-def main() -> None:
-    for case, kind, size, nbytes, measured, priced in points():
-        print(
-            f"{case:36} {kind:14} n={size:<3} {nbytes / 2**20:10.3f} MiB {measured:10.1f} {priced:10.1f} us {priced / measured - 1:+6.0%}"
-        )
-    errors = [abs(p / m - 1) for *_, b, m, p in points() if b >= LARGE]
-    print(f"median error from 64 MiB up: {statistics.median(errors):.1%} over {len(errors)} points")
-
-
-if __name__ == "__main__":
-    main()

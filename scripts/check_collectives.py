@@ -1,0 +1,192 @@
+"""Compare the collective model with every measured point in tests/costs/data, and print the medians.
+
+    python scripts/check_collectives.py            medians by source, then over all
+    python scripts/check_collectives.py --all      every point as well
+
+Framework-timed tables (XLA, torch events, our own) hold 15-50 us of launch per call, which the model prices as host
+time; of those only points from 1 MiB up count. Tables by nccl-tests count in full. SimAI's table and the tables of
+peaks carry bus bandwidths instead of times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from prism_plugins.costs.cluster import load_cluster
+from prism_plugins.costs.collectives import CollectiveModel, bus_factor
+from prism_plugins.costs.nccl.settings import parse_settings
+from prism_plugins.program.model import CommSignature
+
+DATA = Path(__file__).parents[1] / "tests" / "costs" / "data"
+FROM_BYTES = 1 << 20
+"""Framework-timed points below this are launch latency."""
+GPUS = {"A100": "dgx-a100", "H100": "dgx-h100", "H200": "dgx-h200", "B200": "dgx-b200"}
+CLUSTERS = {"gcp-a3mega-h100-16-ar": "gcp-a3-mega"}
+LEFT_OUT = {
+    "mleng-4node-ar": "hardware not stated",
+    "nccl-tests-319-bad-example": "one NIC used by mistake",
+    "simai-nvlink_ratio": "hardware of the multi-node columns not stated",
+}
+
+
+class Point(NamedTuple):
+    """One measured call."""
+
+    source: str
+    kind: str
+    gpus: int
+    nbytes: int
+    measured_us: float
+    priced_us: float
+    rule: str
+    counts: bool
+    """Whether launch latency does not dominate it."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, minus one."""
+        return self.priced_us / self.measured_us - 1
+
+
+@functools.cache
+def model(cluster: str, algorithm: str = "", protocol: str = "", nvls: bool = True) -> CollectiveModel:
+    environ = {"NCCL_ALGO": algorithm, "NCCL_PROTO": protocol, "NCCL_NVLS_ENABLE": "2" if nvls else "0"}
+    return CollectiveModel(load_cluster(cluster), parse_settings(environ))
+
+
+def call(kind: str, nbytes: int, size: int) -> CommSignature:
+    """A float32 call whose full buffer per rank has ``nbytes``."""
+    n = max(1, nbytes // 4)
+    sizes = {
+        "all_gather": {"in_numel": n // size, "out_numel": n},
+        "reduce_scatter": {"in_numel": n, "out_numel": n // size},
+        "send": {"in_numel": n},
+    }.get(kind, {"in_numel": n, "out_numel": n})
+    return CommSignature(kind=kind, group=0, dtype="float32", **sizes)
+
+
+def price(costs: CollectiveModel, kind: str, nbytes: int, size: int) -> tuple[float, str]:
+    """Microseconds and rule."""
+    found = costs.price(call(kind, nbytes, size), tuple(range(size)), 0)
+    return found.duration_ns / 1e3, found.rule
+
+
+def points() -> Iterator[Point]:
+    """All points that can be priced."""
+    for row in json.loads((DATA / "nccl_h200x2.json").read_text())["rows"]:
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"):
+            us, rule = price(model("dgx-h200"), "send" if kind == "p2p" else kind, row["bytes"], 2)
+            # Below 16 MiB this busy host could not issue calls as fast as they ran.
+            yield Point("h200x2", kind, 2, row["bytes"], row[kind][1], us, rule, row["bytes"] >= 16 << 20)
+    for case in json.loads((DATA / "collectives_published.json").read_text())["cases"]:
+        if case["id"] not in LEFT_OUT:
+            yield from _case(case)
+
+
+def _case(case: dict) -> Iterator[Point]:
+    source, kind = case["id"], case.get("collective", "")
+    gpu = GPUS.get(case.get("gpu", "")[:4], "dgx-h100")
+    cluster = CLUSTERS.get(source, gpu)
+    nccl_tests = "nccl-tests" in case.get("tool", "nccl-tests" if source.startswith("mlperf") else "")
+    for nbytes, measured in case.get("rows", ()):
+        us, rule = price(model(cluster), kind, nbytes, case["num_gpus"])
+        yield Point(
+            source, kind, case["num_gpus"], nbytes, measured, us, rule, nccl_tests or nbytes >= FROM_BYTES
+        )
+    for size, algorithm, with_nvls, without in case.get("busbw_by_gpus", ()):
+        for nvls, bandwidth in ((True, with_nvls), (False, without)):
+            us, rule = price(model(cluster, nvls=nvls), kind, case["bytes"], size)
+            measured = case["bytes"] * bus_factor(kind, size) / bandwidth / 1e3
+            label = f"{source} {'NVLS' if nvls and algorithm == 'NVLS' else 'ring'}"
+            yield Point(label, kind, size, case["bytes"], measured, us, rule, True)
+    for nbytes, *row in case.get("efficiency", ()):
+        for nodes, efficiency in zip(case["nodes"], row, strict=True):
+            if efficiency and nodes > 1:
+                ring = source == "simai-nic_ratio"  # measured as rings of the Simple protocol
+                costs = model("dgx-h100", "Ring", "Simple") if ring else model("dgx-h100")
+                kind, rate, n = ("all_reduce", 400.0, 8 * nodes) if ring else ("all_to_all", 50.0, 8 * nodes)
+                us, rule = price(costs, kind, nbytes, n)
+                measured = nbytes * bus_factor(kind, n) / (efficiency * rate) / 1e3
+                yield Point(source, kind, n, nbytes, measured, us, rule, True)
+    for what, bandwidth in case.get("rows_GBps", ()):
+        yield from _peak(source, what, bandwidth)
+
+
+def _peak(source: str, what: str, bandwidth: float) -> Iterator[Point]:
+    """A peak bus bandwidth, taken as that of 8 GiB (slides give no size)."""
+    setups = {
+        "H100 NVLink4 8 GPU ring": ("dgx-h100", "all_reduce", 8, False),
+        "H100 NVLink4 SHARP 8 GPU": ("dgx-h100", "all_reduce", 8, True),
+        "A100 NVLink3 8 GPU": ("dgx-a100", "all_reduce", 8, True),
+        "DGX A100 multi-node 8x200Gb": ("dgx-a100", "all_reduce", 64, True),
+        "DGX H100 multi-node 8x400Gb": ("dgx-h100", "all_reduce", 64, True),
+        "H100 NVLink4 8 GPUs": ("dgx-h100", "all_to_all", 8, True),
+        "A100 NVLink3 8 GPUs": ("dgx-a100", "all_to_all", 8, True),
+        "B200 NVLink5 8 GPUs": ("dgx-b200", "all_to_all", 8, True),
+        "DGX H100 8x400Gb, 32 GPUs": ("dgx-h100", "all_to_all", 32, True),
+        "DGX A100 8x200Gb, 32 GPUs": ("dgx-a100", "all_to_all", 32, True),
+    }
+    if what in setups:
+        cluster, kind, n, nvls = setups[what]
+        nbytes = 8 << 30
+        us, rule = price(model(cluster, nvls=nvls), kind, nbytes, n)
+        yield Point(
+            f"{source} {what}",
+            kind,
+            n,
+            nbytes,
+            nbytes * bus_factor(kind, n) / bandwidth / 1e3,
+            us,
+            rule,
+            True,
+        )
+
+
+def medians(found: list[Point]) -> dict[str, tuple[float, float, int]]:
+    """Source → median of absolute errors, median of signed errors, number of points; of those that count."""
+    by_source: dict[str, list[float]] = {}
+    for p in found:
+        if p.counts:
+            by_source.setdefault(p.source, []).append(p.error)
+    return {
+        source: (statistics.median(map(abs, errors)), statistics.median(errors), len(errors))
+        for source, errors in by_source.items()
+    }
+
+
+def overall(found: list[Point]) -> float:
+    """Median absolute error of the points that count."""
+    return statistics.median(abs(p.error) for p in found if p.counts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true", help="print every point")
+    arguments = parser.parse_args()
+    found = list(points())
+    if arguments.all:
+        for p in found:
+            print(
+                f"{p.source:44} {p.kind:14} n={p.gpus:<5} {p.nbytes / 2**20:10.3f} MiB {p.measured_us:11.1f} "
+                f"{p.priced_us:11.1f} us {p.error:+7.1%}{' ' if p.counts else '-'} {p.rule}"
+            )
+    for source, (absolute, signed, count) in medians(found).items():
+        print(f"{source:60} median |error| {absolute:6.1%}, median error {signed:+6.1%}, {count} points")
+    for source, why in LEFT_OUT.items():
+        print(f"{source:60} left out: {why}")
+    sources = statistics.median(m[0] for m in medians(found).values())
+    print(
+        f"median |error| over {sum(p.counts for p in found)} points: {overall(found):.1%}; over sources: {sources:.1%}"
+    )
+
+
+if __name__ == "__main__":
+    main()
