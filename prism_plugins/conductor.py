@@ -66,8 +66,10 @@ def conduct(job: Job) -> int:
             facts = runner.facts
             progress.stage("inferring the programs of all ranks")
 
-            def slice_more(ranks: tuple[int, ...]) -> None:
-                runner.add({rank: dependencies(facts, rank) for rank in ranks})
+            def slice_more(ranks: tuple[int, ...], again: tuple[int, ...]) -> None:
+                runner.forget(again)
+                known = runner.sliced
+                runner.add({rank: dependencies(facts, rank, sliced=known) for rank in (*ranks, *again)})
                 runner.run()
 
             programs = stages.infer(facts, lambda: runner.sliced, rundir, slice_more=slice_more)

@@ -12,11 +12,13 @@ class FileFormatError(PrismError):
 
 
 class CannotDeriveError(Exception):
-    """Some ranks' programs cannot be derived from the slices at hand; the conductor then slices ``ranks``."""
+    """Some ranks' programs cannot be derived from the slices at hand; the conductor then slices ``ranks``,
+    and slices ``again`` ranks whose slices were misinformed."""
 
-    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), again: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+        self.again = again
 
 
 class SliceFailed(Exception):

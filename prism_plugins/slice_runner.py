@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -88,6 +89,12 @@ class SliceRunner:
             if rank not in self.reports and rank not in self._running:
                 self._waiting.setdefault(rank, depends_on)
         self._progress.planned(len(self.reports) + len(self._running) + len(self._waiting))
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Drop what slices found, so that they can be added again."""
+        for rank in ranks:
+            del self.reports[rank]
+            shutil.rmtree(self._rundir.slice(rank).path)
 
     def run(self, *, on_facts: Callable[[JobFacts], None] | None = None) -> None:
         """Run until nothing is queued. ``on_facts`` is called once, as soon as the lead slice (rank 0) told the

@@ -23,13 +23,15 @@ def infer(
     reports: Callable[[], Mapping[int, SliceReport]],
     rundir: RunDir,
     *,
-    slice_more: Callable[[tuple[int, ...]], None],
+    slice_more: Callable[[tuple[int, ...], tuple[int, ...]], None],
 ) -> JobPrograms:
-    """Programs of all ranks; what cannot be derived is sliced with ``slice_more`` and tried again.
+    """Programs of all ranks; what cannot be derived is sliced with ``slice_more`` and tried again (its second
+    argument: ranks whose slices have to be repeated).
 
     Raises:
         SliceFailed: it cannot be derived from the slices of the very ranks that were asked for.
     """
+    repeated: set[int] = set()
     while True:
         sliced = reports()
         programs = {rank: load_program(rundir.slice(rank).program) for rank in sliced}
@@ -37,11 +39,13 @@ def infer(
             return infer_job(facts, sliced, programs)
         except CannotDeriveError as error:
             missing = tuple(rank for rank in error.ranks if rank not in sliced)
-            if not missing:
+            again = tuple(rank for rank in error.again if rank not in repeated)
+            if not missing and not again:
                 raise SliceFailed(
                     f"prism: error: the programs of all ranks cannot be derived: {error}"
                 ) from error
-            slice_more(missing)
+            repeated.update(again)
+            slice_more(missing, again)
 
 
 def audit(programs: JobPrograms, ranks: Collection[int], rundir: RunDir) -> tuple[Audit, tuple[Finding, ...]]:

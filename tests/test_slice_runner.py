@@ -157,3 +157,17 @@ def test_failures_are_told_by_kind(make):
         run(make(Script(statuses={0: ("user_error", "bad layout")})))
     with pytest.raises(SliceFailed, match=r"rank 0: nothing trained; its output: .*slices/0/log\.txt"):
         run(make(Script(statuses={0: ("never_trained", "nothing trained")})))
+
+
+def test_a_forgotten_slice_runs_again_without_what_it_left(make):
+    script = Script()
+    runner = make(script)
+    run(runner, {0: (), 1: (0,)})
+    left = runner._rundir.slice(1).log
+    runner.forget((1,))
+    assert not left.exists()
+    assert set(runner.sliced) == {0}
+    runner.add({1: (0,)})
+    runner.run()
+    assert [entry for entry in script.log if entry[:2] == ("start", 1)] == [("start", 1, ("0",))] * 2
+    assert left.exists()

@@ -56,23 +56,27 @@ def test_ranks_that_cannot_be_derived_are_sliced(rundir, monkeypatch):
     reports = {0: SliceReport(rank=0, status="ok")}
     asked = []
 
-    def slice_more(ranks):
-        asked.append(ranks)
+    def slice_more(ranks, again):
+        asked.append((ranks, again))
         reports.update({rank: SliceReport(rank=rank, status="ok") for rank in ranks})
 
     assert stages.infer(FACTS, lambda: reports, rundir, slice_more=slice_more) == [0, 3]
-    assert asked == [(3,)]
+    assert asked == [((3,), ())]
 
 
-@pytest.mark.parametrize("ranks", [(), (0,)])
-def test_no_endless_slicing(rundir, monkeypatch, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "again", "asked_for"), [((), (), []), ((0,), (), []), ((), (0,), [((), (0,))])]
+)
+def test_no_endless_slicing(rundir, monkeypatch, ranks, again, asked_for):
     def infer_job(facts, reports, programs):
-        raise CannotDeriveError("never", ranks=ranks)
+        raise CannotDeriveError("never", ranks=ranks, again=again)
 
     monkeypatch.setattr(stages, "infer_job", infer_job)
     reports = {0: SliceReport(rank=0, status="ok")}
+    asked = []
     with pytest.raises(SliceFailed, match="cannot be derived: never"):
-        stages.infer(FACTS, lambda: reports, rundir, slice_more=pytest.fail)
+        stages.infer(FACTS, lambda: reports, rundir, slice_more=lambda *ranks: asked.append(ranks))
+    assert asked == asked_for
 
 
 def test_a_broken_inference_is_caught_by_the_audit(rundir):

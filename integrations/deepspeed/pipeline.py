@@ -11,6 +11,8 @@ from collections import Counter
 from types import ModuleType
 from typing import Any
 
+import msgspec
+
 from prism_plugins.integration.hook_table import Hook
 from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.program.model import Phase
@@ -88,10 +90,46 @@ def _train_batch(session: Session, original: Any, module: ModuleType) -> Any:
     def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         session.training_begins(self)
         result = original(self, *args, **kwargs)
+        report_headers(session, self.stage_id)
         session.optimizer_stepped()
         return result
 
     return train_batch
+
+
+def _send_tensor_meta(session: Session, original: Any, module: ModuleType) -> Any:
+    @functools.wraps(original)
+    def send_tensor_meta(self: Any, buffer: Any, recv_stage: int) -> None:
+        session.sends = _describe(buffer)
+        original(self, buffer, recv_stage)
+
+    return send_tensor_meta
+
+
+def _recv_tensor_meta(session: Session, original: Any, module: ModuleType) -> Any:
+    @functools.wraps(original)
+    def recv_tensor_meta(self: Any, send_stage: int) -> Any:
+        buffers = original(self, send_stage)
+        session.receives = _describe(buffers)
+        return buffers
+
+    return recv_tensor_meta
+
+
+def _describe(buffers: Any) -> str:
+    """``float32[2x64x128], int64[2x64]``."""
+    tensors = buffers if isinstance(buffers, (tuple, list)) else [buffers]
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{'x'.join(map(str, t.shape))}]" for t in tensors)
+
+
+def report_headers(session: Session, stage: int) -> None:
+    """Add what this stage received and sent to the facts, once that is known."""
+    facts = session.context.facts
+    info = facts.stages[stage]
+    if (info.receives, info.sends) != (session.receives, session.sends):
+        info = msgspec.structs.replace(info, receives=session.receives, sends=session.sends)
+        stages = (*facts.stages[:stage], info, *facts.stages[stage + 1 :])
+        session.context.set_facts(msgspec.structs.replace(facts, stages=stages))
 
 
 def _eval_batch(session: Session, original: Any, module: ModuleType) -> Any:
@@ -132,6 +170,8 @@ def _phased(session: Session, instructions: Instructions, name: str, method: Any
 _ENGINE = "deepspeed.runtime.pipe.engine"
 HOOKS = (
     Hook(_ENGINE, "PipelineEngine.train_batch", _train_batch, "iterations"),
+    Hook(_ENGINE, "PipelineEngine._send_tensor_meta", _send_tensor_meta, "headers between stages"),
+    Hook(_ENGINE, "PipelineEngine._recv_tensor_meta", _recv_tensor_meta, "headers between stages"),
     Hook(_ENGINE, "PipelineEngine.eval_batch", _eval_batch, "evaluation between iterations"),
     Hook(_ENGINE, "PipelineEngine._exec_schedule", _exec_schedule, "phases of the pipeline"),
 )

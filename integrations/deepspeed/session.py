@@ -20,6 +20,8 @@ class Session:
         """An iteration is recorded."""
         self.microbatch = -1
         """Micro-batch of the iteration that is at work; -1 before its first forward pass."""
+        self.receives = self.sends = ""
+        """Tensors that the pipeline stage before announced to this one, and this one to the next."""
         self.tracker = PhaseTracker(_WhileIterating(self))
         self._iterations = 0
         self._stepped = False

@@ -79,12 +79,17 @@ class MirrorPeers:
             self.all_gather_list(outputs, shard)
 
     def broadcast(self, tensor: Tensor, root: int, *, sequence: int, slot: int = 0) -> None:
-        """The root journals a control payload; others read it, or keep what they hold."""
+        """The root journals a control payload; others read it, or keep what they hold. What a later pipeline stage
+        computed (the loss) cannot be known."""
         name = self._channel(f"broadcast.{tensor.dtype}", root)
         if root == self._rank:
             self._record(name, tensor, sequence, slot)
         else:
-            self._receive(name, tensor, sequence, slot)
+            view = values.real_view(tensor)
+            if view is not None and tensor.is_floating_point() and self._is_later_stage(root):
+                values.fill_plausible(tensor, view)
+            else:
+                self._receive(name, tensor, sequence, slot)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, *, sequence: int) -> None:
         """The root journals small payloads for every member; others read theirs, or get finite values."""
@@ -231,6 +236,13 @@ class MirrorPeers:
                 like = [f"{kind}.stages{step:+d}{suffix}", f"{kind}.stages{-step:+d}{suffix}"]
                 return self._channel(f"{kind}.stages{step:+d}", here, there, tag), like
         return self._channel(kind, sender, receiver, tag), [kind + suffix]
+
+    def _is_later_stage(self, member: int) -> bool:
+        layout = self._journal.layout
+        if layout is None:
+            return False
+        own, its = (layout.coords(self._ranks[rank])["pp"] for rank in (self._rank, member))
+        return its > own
 
     def _next(self, kind: str, peer: int, tag: int, *, sending: bool) -> int:
         key = (kind + (">" if sending else "<"), peer, tag)

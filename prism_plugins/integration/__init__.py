@@ -20,6 +20,8 @@ class SliceContext(Protocol):
     """What the core offers to an integration inside a slice."""
 
     spec: SliceSpec
+    facts: JobFacts | None
+    """What :meth:`set_facts` reported last."""
 
     def on_import(self, module: str, hook: Callable[[ModuleType], None]) -> None:
         """Call ``hook(module)`` right after the module was imported (now, if it already is)."""
@@ -31,7 +33,8 @@ class SliceContext(Protocol):
 
     def set_facts(self, facts: JobFacts) -> None:
         """Report the layout and the stages, before the first iteration. Written to disk at once, so that the
-        conductor can plan further slices while this one goes on."""
+        conductor can plan further slices while this one goes on. What is learnt later may be added by reporting
+        again; the plan stays."""
         ...
 
     def begin_phase(self, phase: Phase) -> None:

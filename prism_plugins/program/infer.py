@@ -15,6 +15,7 @@ import numpy as np
 
 from prism_plugins.errors import CannotDeriveError
 from prism_plugins.program.derive import CapturedStage
+from prism_plugins.program.headers import check_headers
 from prism_plugins.program.instantiate import Instantiator
 from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.model import EventKind, Program
@@ -39,6 +40,7 @@ def infer_job(
     ``facts`` are the lead slice's; ``reports`` and ``programs`` are by sliced rank (audited ranks left out).
     Raises :class:`CannotDeriveError` whose ``ranks`` lists what has to be sliced in addition.
     """
+    check_headers(facts, reports)
     inference = _Inference(facts, reports, programs)
     classes: list[RankClass] = []
     missing: set[int] = set()

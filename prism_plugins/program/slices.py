@@ -85,6 +85,10 @@ class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Equal for two stages that hold the same layers, embedding, loss, …"""
     schedule: tuple[Phase, ...] = ()
     """The phases of one iteration in the order the framework's scheduler runs them on this stage."""
+    receives: str = ""
+    """The tensors the stage before announced, where stages do; known to slices of this very stage."""
+    sends: str = ""
+    """The tensors this stage announced to the next one, likewise."""
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,8 @@ from its phases.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 import numpy as np
 
@@ -57,9 +59,10 @@ def plan_representatives(facts: JobFacts) -> tuple[Representative, ...]:
     return tuple(Representative(rank=rank, depends_on=deps) for rank, deps in chosen.items())
 
 
-def dependencies(facts: JobFacts, rank: int) -> tuple[int, ...]:
+def dependencies(facts: JobFacts, rank: int, *, sliced: Collection[int] = ()) -> tuple[int, ...]:
     """Ranks whose journals a rank's slice needs, ascending: rank 0; for other than first tensor-parallel ranks the
-    first one of a stage that holds the same; where stages exchange headers, one that stands for the stage before."""
+    first one of a stage that holds the same; where stages exchange headers, one of the stage before among those
+    ``sliced``, or the one that stands for it."""
     if rank == 0:
         return ()
     coords = facts.layout.coords(rank)
@@ -68,14 +71,18 @@ def dependencies(facts: JobFacts, rank: int) -> tuple[int, ...]:
     if coords["tp"]:
         needed.add(roles[coords["pp"], True].representative)
     if facts.stage_headers and coords["pp"]:
-        # The nearest stage before whose slice is not of this stage or a later one.
-        needed.add(
-            next(
-                role.representative
-                for stage in range(coords["pp"] - 1, -1, -1)
-                if (role := roles[stage, coords["tp"] == 0]).captured_stage < coords["pp"]
-            )
-        )
+        before = [
+            r
+            for r in sliced
+            if facts.layout.coords(r) | {"dp": 0} == coords | {"pp": coords["pp"] - 1, "dp": 0}
+        ]
+        # Otherwise the nearest stage before whose slice is not of this stage or a later one.
+        before += [
+            role.representative
+            for stage in range(coords["pp"] - 1, -1, -1)
+            if (role := roles[stage, coords["tp"] == 0]).captured_stage < coords["pp"]
+        ]
+        needed.add(before[0])
     return tuple(sorted(needed - {rank}))
 
 

@@ -75,6 +75,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.word = nn.Embedding(args.vocab, args.hidden)
         self.position = nn.Embedding(args.seq, args.hidden)
+        nn.init.normal_(self.word.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
         self.with_mask = args.with_mask
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -125,6 +127,14 @@ class Norm(nn.LayerNorm):
         return super().forward(inputs[0] if isinstance(inputs, tuple) else inputs)
 
 
+class Output(nn.Linear):
+    """The output layer of its own."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args.hidden, args.vocab, bias=False)
+        nn.init.normal_(self.weight, std=0.02)
+
+
 def logits_of(embedding: Embedding, x: Tensor) -> Tensor:
     """The tied output layer."""
     return F.linear(x, embedding.word.weight)
@@ -162,7 +172,7 @@ def build_model(args: argparse.Namespace) -> PipelineModule:
         )
     else:
         first = LayerSpec(Embedding, args)
-        last = LayerSpec(nn.Linear, args.hidden, args.vocab, bias=False)
+        last = LayerSpec(Output, args)
     blocks = [LayerSpec(Block, args, group) for _ in range(args.layers)]
     return PipelineModule(
         layers=[first, *blocks, LayerSpec(Norm, args.hidden), last],
@@ -170,6 +180,7 @@ def build_model(args: argparse.Namespace) -> PipelineModule:
         loss_fn=loss_fn,
         partition_method=args.partition,
         activation_checkpoint_interval=args.checkpoint_interval,
+        checkpointable_layers=["Block"],
     )
 
 

@@ -204,6 +204,16 @@ def test_headers_between_stages_pass_from_one_data_parallel_replica_to_another(
         assert getattr(world.journal.stats, counted) == 1
 
 
+def test_the_loss_of_a_later_stage_is_unknown(make_world: Callable[..., Any]) -> None:
+    world = make_world(rank=0, world_size=2)
+    world.journal.layout = Layout(world_size=2, pp=2)
+    loss = torch.zeros(2)
+    dist.broadcast(loss, 1)
+    assert loss.tolist() == [1, 1]
+    dist.broadcast(torch.zeros(2, dtype=torch.int64), 1)
+    assert world.journal.stats.misses == 1
+
+
 def test_large_payloads_are_mirrored_not_journalled(make_world: Callable[..., Any], tmp_path: Path) -> None:
     world = make_world(rank=0, world_size=2)
     dist.broadcast(torch.zeros(MAX_TENSOR_BYTES + 1, dtype=torch.uint8), 0)

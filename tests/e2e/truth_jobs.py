@@ -14,6 +14,7 @@ import msgspec
 
 from tests.e2e.megatron_jobs import CORE_SCRIPT, CORE_SIZES
 from tests.e2e.truth_compare import STEPS, RankResult, Witnessed, check_computed, compare, read_log
+from tests.e2e.truth_logger_deepspeed import INSTRUCTIONS
 
 _SIZES = f"{CORE_SIZES} --num-layers 4 --global-batch-size 8"
 _HERE = Path(__file__).parent
@@ -81,9 +82,13 @@ DEEP_CASES = {
 
 
 _ZERO_STEPS = frozenset(["forward", "backward", "optimizer"])
+_PIPELINE = _HERE.parents[1] / "scripts" / "deepspeed" / "train_gpt_pipeline.py"
+_PIPELINE_SIZES = "--layers 4 --hidden 64 --heads 4 --seq 32 --vocab 256"
 
 
-def _deepspeed(script: str, arguments: str = "", *, zero: dict, world_size: int = 4, **rest: Any) -> Case:
+def _deepspeed(
+    script: str | Path, arguments: str = "", *, zero: dict, world_size: int = 4, **rest: Any
+) -> Case:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": rest.pop("accumulate", 2),
@@ -99,6 +104,17 @@ def _deepspeed(script: str, arguments: str = "", *, zero: dict, world_size: int 
         config=config,
         world_size=world_size,
         iterations=4,
+        **rest,
+    )
+
+
+def _pipeline(stages: int, arguments: str = "", **rest: Any) -> Case:
+    return _deepspeed(
+        _PIPELINE,
+        f"{_PIPELINE_SIZES} --stages {stages} {arguments}",
+        pp=stages,
+        accumulate=2 * stages,
+        steps=frozenset(INSTRUCTIONS.values()),
         **rest,
     )
 
@@ -123,6 +139,11 @@ DEEPSPEED_CASES = {
         steps=_ZERO_STEPS,
         shared_weights=False,
     ),
+    "ds pp2 dp2": _pipeline(2, zero={"stage": 0}),
+    "ds pp2 dp2 zero 1": _pipeline(2, "--tied", zero={"stage": 1}),
+    "ds pp2 tp2": _pipeline(2, "--tensor-parallel 2", zero={"stage": 1}, tp=2),
+    "ds pp4 dp2": _pipeline(4, "--tied --with-mask", zero={"stage": 0}, world_size=8),
+    "ds pp4 dp2 zero 1": _pipeline(4, "--checkpoint-interval 1", zero={"stage": 1}, world_size=8),
 }
 """DeepSpeed's engines. Data is of the script's own making, another one for every data-parallel rank."""
 

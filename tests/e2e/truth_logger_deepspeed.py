@@ -4,7 +4,22 @@ An iteration lasts from the end of one optimizer step to the end of the next, as
 the first one begins with the first forward pass. Steps are ``forward``, ``backward`` and ``optimizer``.
 """
 
+import collections
 import functools
+
+INSTRUCTIONS = {
+    "LoadMicroBatch": "load_microbatch",
+    "ForwardPass": "forward",
+    "BackwardPass": "backward",
+    "SendActivation": "send_forward",
+    "RecvActivation": "recv_forward",
+    "SendGrad": "send_backward",
+    "RecvGrad": "recv_backward",
+    "ReduceTiedGrads": "reduce_tied_grads",
+    "ReduceGrads": "reduce_grads",
+    "OptimizerStep": "optimizer",
+}
+"""DeepSpeed's pipeline instructions and what steps are called."""
 
 
 class _Progress:
@@ -70,16 +85,33 @@ def watch_engine(log, module):
 
 
 def watch_pipeline(log, module):
-    """Pipeline engines: ``engine.train_batch()``; steps of the schedule are not told."""
+    """Pipeline engines: ``engine.train_batch()``; steps are the instructions of the schedule."""
     engine_class = module.PipelineEngine
     train_batch = engine_class.train_batch
     progress = _Progress(log)
+    counts = collections.Counter()
+
+    def watched_instruction(kind, method):
+        @functools.wraps(method)
+        def instruction(self, *args, **kwargs):
+            microbatch = counts[kind] if kind in ("forward", "backward") else -1
+            counts[kind] += 1
+            return log.step(kind, lambda: method(self, *args, **kwargs), microbatch)
+
+        return instruction
+
+    engine_class._INSTRUCTION_MAP = {
+        instruction: watched_instruction(INSTRUCTIONS[instruction.__name__], method)
+        for instruction, method in engine_class._INSTRUCTION_MAP.items()
+    }
 
     @functools.wraps(train_batch)
     def watched(self, *args, **kwargs):
         progress.begins()
+        counts.clear()
         loss = train_batch(self, *args, **kwargs)
-        progress.loss(loss.detach())
+        if self.is_last_stage():
+            progress.loss(self.dp_group_loss)
         progress.ended(self)
         return loss
 
