@@ -64,9 +64,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="prism", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"prism-plugins {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-    from prism_plugins import cli_doctor, cli_ops, cli_show, cli_trace
+    from prism_plugins import cli_calibrate, cli_doctor, cli_ops, cli_show, cli_trace
 
-    for module in (cli_show, cli_ops, cli_trace, cli_doctor):
+    for module in (cli_show, cli_ops, cli_trace, cli_calibrate, cli_doctor):
         module.add_command(commands)
     return parser
 

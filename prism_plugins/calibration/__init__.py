@@ -1,0 +1,1 @@
+"""Measures what ops cost on the GPU at hand: ``prism calibrate``."""
