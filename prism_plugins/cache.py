@@ -219,14 +219,15 @@ def relevant_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k not in _VOLATILE and not k.startswith(_VOLATILE_PREFIXES)}
 
 
-def make_manifest() -> Manifest:
-    """The files behind the modules of this process that are neither installed nor prism's. Called in the slice."""
+def make_manifest(read: Iterable[Path] = ()) -> Manifest:
+    """The files behind the modules of this process that are neither installed nor prism's, and those that the script
+    is known to have ``read``. Called in the slice."""
     paths = sysconfig.get_paths()
     skip = tuple(
         {os.path.realpath(paths[k]) + os.sep for k in ("stdlib", "platstdlib", "purelib", "platlib")}
     )
     own = str(Path(__file__).resolve().parent) + os.sep
-    files = set()
+    files = {os.path.realpath(path) for path in read if path.is_file()}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and os.path.isfile(file):

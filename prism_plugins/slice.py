@@ -59,7 +59,7 @@ class Slice:
         except BaseException as error:
             self._failed("crashed", f"{type(error).__name__}: {error}", script_traceback(error))
         else:
-            context.end_iteration()
+            context.script_ended()
         if self.report is None:
             self.save()
 
@@ -87,7 +87,7 @@ class Slice:
         save_program(program, self.dir.program)
         if self.journal is not None:
             self.journal.save(self.dir.journal)
-        write_json(self.dir.manifest, make_manifest())
+        write_json(self.dir.manifest, make_manifest(context.files))
         kinds = program.events["kind"]
         for line in device_assumptions(stats):
             context.assume(line)
@@ -154,7 +154,8 @@ class Slice:
         self._failed(
             "never_trained",
             "the script ended without a training iteration that prism recognises "
-            f"(frameworks it knows: {supported})",
+            f"(frameworks it knows: {supported})"
+            + (f": {self.context.why_not_trained}" if self.context and self.context.why_not_trained else ""),
             "",
         )
 

@@ -55,6 +55,8 @@ class Context:
         self.phase: Phase | None = None
         self.assumptions: list[str] = []
         self.findings: list[Finding] = []
+        self.files: list[Path] = []
+        self.why_not_trained = ""
         self.log_lines: list[str] = []
         self.patches: list[Patch] = []
         self.iteration: Any = None
@@ -64,6 +66,7 @@ class Context:
         self.seconds: list[float] = []
         self.steady = False
         self._began: float | None = None
+        self._ends_by_next = False
         self._last_digest: dict[bool, str] = {}
         self._continues = False
         """The iteration began where the one before ended, with what the script does in between. One that follows an
@@ -120,17 +123,19 @@ class Context:
             self.phase = None
             self.recorder.end_phase()
 
-    def begin_iteration(self) -> None:
+    def begin_iteration(self, *, ends_by_next: bool = False) -> None:
         """A training iteration starts; raises :class:`EndOfSlice` when enough was seen."""
         if self._began is not None:
             self.end_iteration()
         self.stop_if_enough()
         self._start(continues=False)
+        self._ends_by_next = ends_by_next
 
     def next_iteration(self) -> None:
         """A training iteration ended and the next one starts, if the script goes on to train."""
         self.end_iteration()
         self._start(continues=True)
+        self._ends_by_next = True
         self._tentative = True
 
     def stop_if_enough(self) -> None:
@@ -172,6 +177,12 @@ class Context:
         self.hashes.append(digest)
         self._on_iteration()
 
+    def script_ended(self) -> None:
+        """The script came to its end; an iteration that is open counts if nothing else would end it."""
+        if self._ends_by_next:
+            self.drop_iteration()
+        self.end_iteration()
+
     def tag(self, tensor: Any, category: MemoryCategory) -> None:
         """Say what the storage behind a tensor is for."""
         self.recorder.tag(tensor, category)
@@ -185,6 +196,14 @@ class Context:
         """Report something the user should know before booking the cluster (once)."""
         if finding not in self.findings:
             self.findings.append(finding)
+
+    def depends_on(self, path: Path) -> None:
+        """The script reads a file that its command line does not name."""
+        self.files.append(path)
+
+    def not_trained_yet(self, why: str) -> None:
+        """What keeps the script from training so far."""
+        self.why_not_trained = why
 
     def log_line(self, text: str) -> None:
         """Report one of the framework's own per-iteration log lines, as printed."""

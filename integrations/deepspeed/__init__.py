@@ -21,6 +21,12 @@ class DeepSpeedIntegration:
         from prism_plugins.integrations.deepspeed.log import tap_log
         from prism_plugins.integrations.deepspeed.session import Session
 
+        context.on_import(
+            "deepspeed.runtime.engine",
+            lambda module: context.not_trained_yet(
+                "deepspeed was imported, but deepspeed.initialize not called"
+            ),
+        )
         use_virtual_accelerator(context)
         install_hooks(context, Session(context), hook_table(), framework="DeepSpeed", supported=SUPPORTED)
         tap_log(context)

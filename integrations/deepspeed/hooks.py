@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from prism_plugins.integration.hook_table import Hook
-from prism_plugins.integrations.deepspeed import autotp, compat, moe, offload, pipeline
+from prism_plugins.integrations.deepspeed import autotp, checks, compat, moe, offload, pipeline
 from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.program.model import Phase
 
@@ -29,6 +29,7 @@ def hook_table() -> list[Hook]:
         *moe.HOOKS,
         *autotp.HOOKS,
         *compat.HOOKS,
+        *checks.HOOKS,
     ]
 
 

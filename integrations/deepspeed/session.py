@@ -27,6 +27,14 @@ class Session:
         self._stepped = False
         self._in_loss_backward = False
 
+    def engine_made(self, engine: Any) -> None:
+        """``deepspeed.initialize`` made an engine; nothing was trained with it yet."""
+        without = "" if getattr(engine.optimizer, "param_groups", None) else ", and it has no optimizer"
+        self.context.not_trained_yet(
+            "deepspeed.initialize made an engine, but no training forward pass went through it (engine(batch), with "
+            f"gradients, in training mode){without}"
+        )
+
     def training_begins(self, engine: Any) -> None:
         """An engine is about to run a training forward pass. The first one reports the facts of the job and begins
         the first iteration; later ones last from the end of one optimizer step to the end of the next."""
@@ -35,13 +43,14 @@ class Session:
 
             self.engine = engine
             self.context.set_facts(job_facts(self, engine))
+            self.context.not_trained_yet("a forward pass went through the engine, but no engine.step() came")
         if self._iterations < 3:
             from prism_plugins.integrations.deepspeed.memory import tag_engine
 
             tag_engine(self.context, engine)
         if not self.iterating:
             self.iterating = True
-            self.context.begin_iteration()
+            self.context.begin_iteration(ends_by_next=True)
             self._new_iteration()
         elif self._stepped:
             self._stepped = False

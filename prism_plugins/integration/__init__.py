@@ -8,6 +8,7 @@ is :meth:`Integration.rewrite_log`, in the conductor, which must not import the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -45,8 +46,9 @@ class SliceContext(Protocol):
         """Close the open phase, if any."""
         ...
 
-    def begin_iteration(self) -> None:
-        """A training iteration starts."""
+    def begin_iteration(self, *, ends_by_next: bool = False) -> None:
+        """A training iteration starts. With ``ends_by_next`` it counts only once :meth:`next_iteration` is called: a
+        script that ends before leaves an unfinished one, which is dropped."""
         ...
 
     def end_iteration(self) -> None:
@@ -77,6 +79,14 @@ class SliceContext(Protocol):
     def finding(self, finding: Finding) -> None:
         """Report something the user should know before booking the cluster (once). ``ranks`` empty: the whole job;
         equal findings of several slices become one, with the ranks of all."""
+        ...
+
+    def depends_on(self, path: Path) -> None:
+        """The script reads a file that its command line does not name; a slice is run again when it changed."""
+        ...
+
+    def not_trained_yet(self, why: str) -> None:
+        """What keeps the script from training so far: told if it ends without an iteration. The last one counts."""
         ...
 
     def log_line(self, text: str) -> None:
