@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from types import ModuleType
 from typing import Any
 
 from prism_plugins.integration.hook_table import Hook
 from prism_plugins.integrations.deepspeed import autotp, checks, compat, moe, offload, pipeline
+from prism_plugins.integrations.deepspeed.routed_blocks import route_blocks
 from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.program.model import Phase
 
@@ -18,6 +20,13 @@ def hook_table() -> list[Hook]:
     """The table. Where two hooks name the same attribute, the later one wraps the earlier."""
     engine = "deepspeed.runtime.engine"
     return [
+        Hook(engine, "DeepSpeedEngine.__init__", _engine_init, "routing by --prism-moe-load"),
+        Hook(
+            "deepspeed.runtime.zero.partition_parameters",
+            "InsertPostInitMethodToModuleSubClasses.__enter__",
+            _zero_init_begins,
+            "shape functions of ops on meta tensors",
+        ),
         Hook(engine, "DeepSpeedEngine.forward", _forward, "iterations and phase forward"),
         Hook(engine, "DeepSpeedEngine.backward", _backward, "phase backward"),
         Hook(engine, "DeepSpeedEngine._backward_prologue", _backward_prologue, "phase of loss.backward()"),
@@ -31,6 +40,27 @@ def hook_table() -> list[Hook]:
         *compat.HOOKS,
         *checks.HOOKS,
     ]
+
+
+def _zero_init_begins(session: Session, original: Any, module: ModuleType) -> Any:
+    """``zero.Init`` replaces ``torch.Tensor.__new__``, under which torch cannot import Dynamo. Shape functions of some
+    ops import it when they are first called."""
+
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        importlib.import_module("torch._dynamo")
+        return original(self)
+
+    return enter
+
+
+def _engine_init(session: Session, original: Any, module: ModuleType) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        route_blocks(session, self)
+
+    return init
 
 
 def _forward(session: Session, original: Any, module: ModuleType) -> Any:

@@ -34,6 +34,6 @@ def write_values(tensor: torch.Tensor, values: np.ndarray | torch.Tensor) -> tor
         RuntimeError: the tensor is shape only.
     """
     source = torch.tensor(values) if isinstance(values, np.ndarray) else values
-    host_view(tensor).copy_(source)
+    host_view(tensor.data).copy_(source)  # .data: what autograd saved of the tensor stays valid.
     mark_real(tensor)
     return tensor

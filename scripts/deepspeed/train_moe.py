@@ -1,6 +1,6 @@
 """Train a GPT with mixture-of-experts layers of ``deepspeed.moe``: a plain script as a user writes it.
 
-torchrun --nproc-per-node 8 scripts/deepspeed/train_moe.py --deepspeed_config scripts/deepspeed/moe_z1.json
+torchrun --nproc-per-node 8 scripts/deepspeed/train_moe.py --deepspeed_config scripts/deepspeed/configs/moe_z1.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a GPT with Ulysses sequence parallelism (``deepspeed.sequence``): a plain script as a user writes it.
 
-torchrun --nproc-per-node 8 scripts/deepspeed/train_ulysses.py --deepspeed_config scripts/deepspeed/ulysses_z3.json
+torchrun --nproc-per-node 8 scripts/deepspeed/train_ulysses.py --deepspeed_config scripts/deepspeed/configs/ulysses_z3.json
 """
 
 from __future__ import annotations
