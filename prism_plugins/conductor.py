@@ -91,7 +91,7 @@ def conduct(job: Job) -> int:
                 programs=programs,
                 costs=costs,
                 timeline=timeline,
-                memory=predict_memory(programs, cluster, runner.reports),
+                memory=predict_memory(programs, cluster, runner.reports, costs, nccl=nccl),
                 findings=(*faults, *differences),
                 audit=audit,
             )

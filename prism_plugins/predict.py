@@ -8,10 +8,15 @@ import msgspec
 
 from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.cluster import Cluster
+from prism_plugins.costs.nccl.settings import NcclSettings
+from prism_plugins.costs.nccl.tables import NVLS_CHANNELS, P2P_CHANNELS
+from prism_plugins.costs.nccl.tables import generation as generation_of
 from prism_plugins.emit.ranks import format_ranks, join_ranks
 from prism_plugins.options import Options
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.memory import memory_findings, memory_of_classes
+from prism_plugins.program.memory_device import DeviceOverhead
+from prism_plugins.program.model import Program
 from prism_plugins.program.prediction import (
     Audit,
     Breakdown,
@@ -22,6 +27,7 @@ from prism_plugins.program.prediction import (
     SliceSummary,
 )
 from prism_plugins.program.slices import JobFacts, SliceReport
+from prism_plugins.simulate.prices import comm_ranks, used_comms
 from prism_plugins.simulate.timeline import Timeline
 
 LAYOUT_KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
@@ -48,7 +54,12 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict_memory(
-    programs: JobPrograms, cluster: Cluster, reports: Mapping[int, SliceReport]
+    programs: JobPrograms,
+    cluster: Cluster,
+    reports: Mapping[int, SliceReport],
+    costs: CostModel,
+    *,
+    nccl: NcclSettings | None = None,
 ) -> tuple[ClassMemory, ...]:
     """Memory of every class; that of sliced ones by their slice's own ledger."""
     return memory_of_classes(
@@ -56,7 +67,33 @@ def predict_memory(
         ranks=[format_ranks(c.ranks) for c in programs.classes],
         capacity_bytes=cluster.gpu.memory_bytes,
         ledgers=reports,
+        overhead=device_overhead(cluster, nccl or NcclSettings()),
+        nvls_groups=lambda program: nvls_groups(program, costs),
     )
+
+
+def device_overhead(cluster: Cluster, nccl: NcclSettings) -> DeviceOverhead:
+    """Memory outside torch's allocator on this cluster."""
+    generation = generation_of(cluster.gpu.capability)
+    return DeviceOverhead(
+        channels=nccl.clamp_channels(P2P_CHANNELS),
+        nvls_channels=nccl.clamp_channels(NVLS_CHANNELS[generation]),
+        nics_per_gpu=cluster.node.num_nics / cluster.node.num_gpus,
+        gpus_per_domain=cluster.gpus_per_domain,
+    )
+
+
+def nvls_groups(program: Program, costs: CostModel) -> set[int]:
+    """Indices of the groups in which some collective of the program takes NVLS."""
+    groups = set()
+    for i in used_comms(program).tolist():
+        comm = program.comms[i]
+        if comm.group in groups or comm.kind in ("send", "recv"):
+            continue
+        ranks = comm_ranks(program.rank, program.groups[comm.group], comm)
+        if "/NVLS" in costs.price_comm(comm, ranks, program.rank).rule:
+            groups.add(comm.group)
+    return groups
 
 
 def predict(evidence: Evidence) -> Prediction:

@@ -201,11 +201,21 @@ def _memory(p: Prediction) -> RenderableType:
             add(f"  {name.replace('_', ' ')}", value)
     add("peak reserved", worst.peak_reserved_bytes)
     add("outside torch", worst.device_used_bytes - worst.peak_reserved_bytes)
+    for name, value in _outside_torch(worst):
+        add(f"  {name}", value)
     add("used of the device", worst.device_used_bytes, "bold")
     table.add_row("capacity", gib(worst.capacity_bytes), "▁" * _BAR_CELLS)
     where = f", peak in {worst.peak_phase}" if worst.peak_phase else ""
     head = Text(f"of {worst.name}, ranks {shorten_ranks(worst.ranks)}{where}")
     return Group(head, table, Text(_spread(p.memory)))
+
+
+def _outside_torch(memory: ClassMemory) -> list[tuple[str, int]]:
+    """CUDA, libraries and NCCL; prediction.json lists every communicator."""
+    nccl = {name: size for name, size in memory.outside_torch.items() if name.startswith("nccl")}
+    rest = [(n.replace("_", " "), size) for n, size in memory.outside_torch.items() if n not in nccl]
+    groups = len(nccl.keys() - {"nccl"})
+    return [*rest, (f"NCCL, {groups} groups", sum(nccl.values()))] if nccl else rest
 
 
 def _spread(memory: Sequence[ClassMemory]) -> str:

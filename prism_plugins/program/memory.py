@@ -12,7 +12,7 @@ after their release are taken as free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -38,6 +38,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     device_used_bytes: int
     peak_phase: str
     by_category: dict[str, int]
+    outside_torch: dict[str, int]
 
 
 def memory_of_classes(
@@ -48,6 +49,7 @@ def memory_of_classes(
     ledgers: Mapping[int, SliceReport] | None = None,
     overhead: DeviceOverhead | None = None,
     init_communicators: int = 1,
+    nvls_groups: Callable[[Program], Collection[int]] = lambda _: (),
 ) -> tuple[ClassMemory, ...]:
     """Memory of the ranks of every class: its exemplar, raised to the largest of its variants.
 
@@ -62,10 +64,16 @@ def memory_of_classes(
         ledgers: Reports of slices, by rank.
         overhead: What CUDA, libraries and NCCL take.
         init_communicators: Communicators that no iteration uses but start-up did (the world group's).
+        nvls_groups: Indices of the groups of a program in which a collective takes NVLS.
     """
     ledgers = ledgers or {}
     uses = [
-        memory_of_program(c.exemplar, overhead=overhead, init_communicators=init_communicators)
+        memory_of_program(
+            c.exemplar,
+            overhead=overhead,
+            init_communicators=init_communicators,
+            nvls_groups=nvls_groups(c.exemplar),
+        )
         for c in classes
     ]
     missed = {
@@ -122,6 +130,7 @@ def _class_memory(rank_class: RankClass, ranks: str, use: MemoryUse, capacity_by
         capacity_bytes=capacity_bytes,
         peak_phase=use.peak_phase,
         by_category=use.by_category,
+        outside_torch=use.outside_torch,
     )
 
 
@@ -130,6 +139,7 @@ def memory_of_program(
     *,
     overhead: DeviceOverhead | None = None,
     init_communicators: int = 1,
+    nvls_groups: Collection[int] = (),
     passes: int = 2,
 ) -> MemoryUse:
     """Memory of one program over a steady iteration: the last of ``passes`` in a row, starting from an allocator
@@ -137,17 +147,16 @@ def memory_of_program(
     overhead = overhead or DeviceOverhead()
     rows, steady = _emulate(program, passes=passes)
     peak_row = int(rows[steady.peak_index]) if len(rows) else -1
-    uses = communicators(program)
-    nccl = overhead.nccl_bytes(uses)
-    if nccl:
-        nccl += init_communicators * overhead.communicator_bytes(2)
+    uses = communicators(program, gpus_per_domain=overhead.gpus_per_domain, nvls_groups=nvls_groups)
+    outside = overhead.parts(uses, init_communicators=init_communicators)
     return MemoryUse(
         peak_allocated_bytes=steady.peak_allocated_bytes,
         peak_reserved_bytes=steady.reserved_bytes,
         allocated_bytes_end=steady.allocated_bytes_end,
-        device_used_bytes=steady.reserved_bytes + overhead.context_bytes + overhead.libraries_bytes + nccl,
+        device_used_bytes=steady.reserved_bytes + sum(outside.values()),
         peak_phase=phase_at(program, peak_row),
         by_category=categories_at(program, peak_row),
+        outside_torch=outside,
     )
 
 

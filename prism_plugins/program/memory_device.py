@@ -15,15 +15,25 @@ communicator of a single rank          388-390
 =====================================  ===============  ======================
 
 Both columns lie on lines in the number of channels; the slopes are below. A communicator takes nothing before its
-first use.
+first use. Beyond two ranks:
 
-Assumed, not measured: that the figures of two ranks hold for larger groups and for other paths than NVLink. The
-context depends on driver and host: 619 MiB was seen as well.
+* A group of three or more takes about 144 MiB more than a pair (four A100s, 24 channels: 688 against 544 MB,
+  github.com/NVIDIA/nccl/issues/964): tree and ring have two neighbours then, however large the group is.
+* all_to_all connects every pair inside an NVLink domain by all channels, 10 MiB to receive and 2 to send on each
+  (github.com/NVIDIA/nccl/issues/1685: 3.3 GB on eight H100s); peers on other nodes share 16 chunks of 128 KiB a channel
+  and direction (NCCL 2.30, src/transport/net.cc, NCCL_SHARED_STEPS).
+* Between nodes a communicator has two channels for each NIC of its members.
+* NVLS buffers: 2 x 8 steps of 128 KiB for each channel and member of the node (src/transport/nvls.cc), where a call takes NVLS.
+
+Assumed, not measured: that the figures of H200s hold for other GPUs. The context depends on driver and host: 619 MiB was
+seen as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable
 
 import msgspec
 import numpy as np
@@ -31,6 +41,22 @@ import numpy as np
 from prism_plugins.program.model import EventKind, Program
 
 MIB = 2**20
+
+
+class CommunicatorUse(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank uses one communicator in an iteration."""
+
+    ranks: tuple[int, ...]
+    name: str = ""
+    collective: bool
+    near_peers: int = 0
+    """Partners of all_to_all or batched send/recv in the same NVLink domain."""
+    far_peers: int = 0
+    """The same, in other domains."""
+    pairs: int = 0
+    """Partners of send/recv outside a batch."""
+    nvls: bool = False
+    """Some collective takes NVLS."""
 
 
 class DeviceOverhead(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,56 +69,90 @@ class DeviceOverhead(msgspec.Struct, frozen=True, kw_only=True):
     nccl_process_bytes: int = 355 * MIB
     """Once, with the first communicator."""
     channels: int = 32
-    """NCCL's channels; ``NCCL_MAX_NCHANNELS`` lowers it."""
+    """NCCL's channels inside a node; ``NCCL_MAX_NCHANNELS`` lowers it."""
+    nvls_channels: int = 16
+    nics_per_gpu: float = 1.0
+    gpus_per_domain: int = 8
+    """GPUs that reach each other by NVLink; rank ``r`` sits in domain ``r // gpus_per_domain``."""
     collective_base_bytes: int = 38 * MIB
     collective_channel_bytes: int = 14 * MIB
+    third_member_channel_bytes: int = 9 * MIB // 2
+    """On top where the group has more than two members: 144 MiB over 32 channels."""
     single_channel_bytes: int = 11 * MIB
     """In place of ``collective_channel_bytes`` where the communicator has one rank."""
     p2p_channel_bytes: int = 12 * MIB
-    """First all_to_all or batched send/recv of a communicator, per channel."""
+    """all_to_all or batched send/recv, per channel and partner in the domain."""
+    far_p2p_channel_bytes: int = 4 * MIB
+    """The same for all partners on other nodes together, per channel: both directions."""
     pair_base_bytes: int = 6 * MIB
     pair_channel_bytes: int = 8 * MIB
     """The two-rank communicator that torch makes for send/recv outside a batch."""
+    nvls_channel_bytes: int = 2 * MIB
+    """Per NVLS channel and member of the node."""
 
-    def communicator_bytes(self, num_ranks: int) -> int:
-        """A communicator that was used for a collective."""
-        per_channel = self.collective_channel_bytes if num_ranks > 1 else self.single_channel_bytes
-        return self.collective_base_bytes + self.channels * per_channel
+    def communicator_bytes(self, ranks: tuple[int, ...], *, nvls: bool = False) -> int:
+        """A communicator of these global ranks that was used for a collective."""
+        if len(ranks) == 1:
+            return self.collective_base_bytes + self.channels * self.single_channel_bytes
+        per_domain = Counter(rank // self.gpus_per_domain for rank in ranks)
+        local = min(per_domain.values())
+        channels = self.channels
+        if len(per_domain) > 1:
+            channels = min(channels, max(2, 2 * math.ceil(local * self.nics_per_gpu)))
+        per_channel = self.collective_channel_bytes
+        per_channel += self.third_member_channel_bytes if len(ranks) > 2 else 0
+        heads = local if nvls else 0
+        return (
+            self.collective_base_bytes
+            + channels * per_channel
+            + heads * self.nvls_channels * self.nvls_channel_bytes
+        )
 
-    def nccl_bytes(self, uses: Iterable[CommunicatorUse]) -> int:
-        """All communicators of a rank."""
-        total = 0
+    def use_bytes(self, use: CommunicatorUse) -> int:
+        """One communicator as it is used."""
+        total = self.communicator_bytes(use.ranks, nvls=use.nvls) if use.collective else 0
+        total += self.channels * self.p2p_channel_bytes * use.near_peers
+        total += self.channels * self.far_p2p_channel_bytes if use.far_peers else 0
+        return total + use.pairs * (self.pair_base_bytes + self.channels * self.pair_channel_bytes)
+
+    def parts(self, uses: Iterable[CommunicatorUse], *, init_communicators: int = 0) -> dict[str, int]:
+        """What takes how many bytes: ``cuda_context``, ``libraries``, ``nccl``, and ``nccl <group>`` for each communicator.
+
+        Args:
+            uses: Communicators of the rank.
+            init_communicators: Further ones that only start-up used (a pair's size is taken).
+        """
+        parts = {"cuda_context": self.context_bytes, "libraries": self.libraries_bytes}
+        groups: dict[str, int] = {}
         for use in uses:
-            if use.collective:
-                total += self.communicator_bytes(len(use.ranks))
-            if use.p2p:
-                total += self.channels * self.p2p_channel_bytes
-            total += use.pairs * (self.pair_base_bytes + self.channels * self.pair_channel_bytes)
-        return total + self.nccl_process_bytes if total else 0
+            name = f"nccl {use.name or 'group'} ({len(use.ranks)} ranks)"
+            groups[name] = groups.get(name, 0) + self.use_bytes(use)
+        if groups:
+            parts["nccl"] = self.nccl_process_bytes
+            if init_communicators:
+                groups["nccl start-up"] = init_communicators * self.communicator_bytes((0, 1))
+        return {name: size for name, size in (parts | groups).items() if size}
 
 
-class CommunicatorUse(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank uses one communicator in an iteration."""
-
-    ranks: tuple[int, ...]
-    collective: bool
-    p2p: bool
-    """all_to_all, or send/recv in a batch."""
-    pairs: int
-    """Partners of send/recv outside a batch."""
-
-
-def communicators(program: Program) -> tuple[CommunicatorUse, ...]:
+def communicators(
+    program: Program, *, gpus_per_domain: int = 8, nvls_groups: Collection[int] = ()
+) -> tuple[CommunicatorUse, ...]:
     """The communicators that a program uses, one per group (groups are communicators of their own also when they
     have the same members, or a single one).
 
     A group in which any send/recv was batched is taken to batch all of them: a batch of one looks like a single call.
+
+    Args:
+        program: The program of one rank.
+        gpus_per_domain: GPUs that reach each other by NVLink.
+        nvls_groups: Indices of groups in which a collective takes NVLS.
     """
     events = program.events[program.events["kind"] == EventKind.COMM]
     _, inverse, counts = np.unique(events["value"], return_inverse=True, return_counts=True)
     calls = np.unique(np.stack([events["ref"].astype(np.int64), counts[inverse] > 1], axis=1), axis=0)
     collective: set[int] = set()
     p2p: set[int] = set()
+    exchanging: set[int] = set()
     partners: dict[int, set[int]] = {}
     for ref, batched in calls.tolist():
         comm = program.comms[ref]
@@ -100,16 +160,30 @@ def communicators(program: Program) -> tuple[CommunicatorUse, ...]:
             collective.add(comm.group)
             if comm.kind == "all_to_all":
                 p2p.add(comm.group)
+                exchanging.add(comm.group)
         else:
             partners.setdefault(comm.group, set()).add(comm.peer)
             if batched:
                 p2p.add(comm.group)
-    return tuple(
-        CommunicatorUse(
-            ranks=program.groups[group].ranks,
-            collective=group in collective or group in p2p,
-            p2p=group in p2p,
-            pairs=0 if group in p2p else len(partners.get(group, ())),
+    here = program.rank // gpus_per_domain
+    found = []
+    for group in sorted(collective | p2p | partners.keys()):
+        info = program.groups[group]
+        peers: set[int] = set()
+        if group in p2p:
+            everybody = group in exchanging
+            peers = set(info.ranks) if everybody else {info.ranks[p] for p in partners.get(group, ())}
+            peers.discard(program.rank)
+        near = sum(peer // gpus_per_domain == here for peer in peers)
+        found.append(
+            CommunicatorUse(
+                ranks=info.ranks,
+                name=info.desc or info.name,
+                collective=group in collective or group in p2p,
+                near_peers=near,
+                far_peers=len(peers) - near,
+                pairs=0 if group in p2p else len(partners.get(group, ())),
+                nvls=group in nvls_groups,
+            )
         )
-        for group in sorted(collective | p2p | partners.keys())
-    )
+    return tuple(found)

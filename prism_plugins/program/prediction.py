@@ -25,6 +25,9 @@ class ClassMemory(msgspec.Struct, frozen=True, kw_only=True):
     peak_phase: str
     by_category: dict[str, int]
     """Requested bytes live at the peak, by :class:`MemoryCategory`."""
+    outside_torch: dict[str, int] = {}
+    """What the device holds beside the allocator: ``cuda_context``, ``libraries``, ``nccl`` (once per process) and
+    ``nccl <group>`` for each communicator. With ``peak_reserved_bytes`` they sum to ``device_used_bytes``."""
 
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
