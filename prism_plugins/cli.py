@@ -28,6 +28,8 @@ examples:
   prism ops latest --rank 513 --comm      every collective of rank 513, sliced or inferred
   prism ops latest --rank 0 --phase optimizer --json | jq .duration_us
   prism trace latest --ranks 0-7,512      Kineto traces for Perfetto, HTA and TensorBoard
+  prism what-if latest --cluster dgx-b200 the same job on another cluster
+  prism cluster list                      clusters that ship with prism
   prism doctor                            is this machine ready to emulate?
 
 To make a prediction, add the flag to a launch (`python -m prism_plugins.run --prism-help` lists all flags):
@@ -64,9 +66,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="prism", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"prism-plugins {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-    from prism_plugins import cli_calibrate, cli_doctor, cli_ops, cli_show, cli_trace
+    from prism_plugins import (
+        cli_calibrate,
+        cli_cluster,
+        cli_doctor,
+        cli_ops,
+        cli_show,
+        cli_trace,
+        cli_what_if,
+    )
 
-    for module in (cli_show, cli_ops, cli_trace, cli_calibrate, cli_doctor):
+    for module in (cli_show, cli_ops, cli_trace, cli_what_if, cli_cluster, cli_calibrate, cli_doctor):
         module.add_command(commands)
     return parser
 

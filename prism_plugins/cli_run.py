@@ -7,6 +7,8 @@ from pathlib import Path
 
 from prism_plugins.emit.job_view import JobView
 from prism_plugins.errors import CannotDeriveError, PrismError
+from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.slices import SliceReport
 from prism_plugins.rundir import RunDir, RunInfo
 from prism_plugins.slice_plan import check_facts
 
@@ -50,15 +52,11 @@ def check_finished(rundir: RunDir, info: RunInfo) -> None:
         )
 
 
-def load_view(rundir: RunDir) -> JobView:
-    """Build the job of a run again from its slices: infer, price, simulate.
+def load_job(rundir: RunDir) -> tuple[JobPrograms, dict[int, SliceReport], RunInfo]:
+    """Programs of all ranks from the slices of a finished run, the reports of those slices, and run.json.
 
     Raises :class:`PrismError` or :class:`FileFormatError` for a directory that is not, or not all of, a run.
     """
-    from prism_plugins import stages
-    from prism_plugins.costs.cluster import check_values, load_cluster
-    from prism_plugins.costs.model import build_cost_model
-    from prism_plugins.costs.nccl.settings import parse_settings
     from prism_plugins.program.infer import infer_job
     from prism_plugins.program.store import load_program
 
@@ -70,11 +68,21 @@ def load_view(rundir: RunDir) -> JobView:
     programs = {rank: load_program(rundir.slice(rank).program) for rank in info.slices}
     reports = {rank: rundir.read_report(rank) for rank in info.slices}
     try:
-        job = infer_job(info.facts, reports, programs)
+        return infer_job(info.facts, reports, programs), reports, info
     except CannotDeriveError as error:
         raise PrismError(
             f"the slices in {rundir.path} are not all that is needed ({error}); start the run again"
         ) from error
+
+
+def load_view(rundir: RunDir) -> JobView:
+    """Build the job of a run again from its slices: infer, price, simulate. Raises as :func:`load_job`."""
+    from prism_plugins import stages
+    from prism_plugins.costs.cluster import check_values, load_cluster
+    from prism_plugins.costs.model import build_cost_model
+    from prism_plugins.costs.nccl.settings import parse_settings
+
+    job, _, info = load_job(rundir)
     if info.cluster is not None:
         check_values(info.cluster, source=f"in {rundir.run}")
     cluster = info.cluster or load_cluster(info.job.options.cluster)

@@ -139,9 +139,15 @@ def load_cluster(name_or_path: str = DEFAULT_CLUSTER) -> Cluster:
         PrismError: no such preset or file; not TOML; a key that is missing, unknown, of the wrong type or not
             positive. The message names the file and the key.
     """
+    text, source = cluster_text(name_or_path)
+    return parse_cluster(text, source=source)
+
+
+def cluster_text(name_or_path: str) -> tuple[str, str]:
+    """The TOML of a preset or file, and how errors name it. Raises PrismError where there is none."""
     if name_or_path in presets():
         source = _preset_dir() / f"{name_or_path}.toml"
-        return parse_cluster(source.read_text(encoding="utf-8"), source=f"preset {name_or_path}")
+        return source.read_text(encoding="utf-8"), f"preset {name_or_path}"
     path = pathlib.Path(name_or_path)
     looks_like_path = path.suffix == ".toml" or path.exists() or len(path.parts) > 1
     if not looks_like_path:
@@ -153,10 +159,9 @@ def load_cluster(name_or_path: str = DEFAULT_CLUSTER) -> Cluster:
         )
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read(_MAX_CHARACTERS)
+            return file.read(_MAX_CHARACTERS), str(path)
     except (OSError, UnicodeDecodeError) as error:
         raise PrismError(f"cluster file {path}: cannot be read: {error}") from error
-    return parse_cluster(text, source=str(path))
 
 
 def parse_cluster(text: str, *, source: str) -> Cluster:

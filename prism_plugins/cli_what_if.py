@@ -1,0 +1,168 @@
+"""``prism what-if``: an existing run on another cluster, without running its slices again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from prism_plugins.cli_run import add_run_argument, check_finished, load_job, open_run
+from prism_plugins.costs.base import CostModel
+from prism_plugins.costs.cluster import Cluster, check_world, load_cluster
+from prism_plugins.costs.model import build_cost_model
+from prism_plugins.costs.nccl.settings import NcclSettings, parse_settings
+from prism_plugins.emit.console import gib, make_console, milliseconds, show, tightest
+from prism_plugins.emit.prediction_json import read_prediction, write_prediction
+from prism_plugins.emit.ranks import format_ranks
+from prism_plugins.predict import Evidence, device_overhead, nvls_groups, predict, predict_memory
+from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.memory_device import communicators
+from prism_plugins.program.prediction import ClassMemory, Prediction
+from prism_plugins.program.slices import SliceReport
+from prism_plugins.rundir import RunDir
+
+_DESCRIPTION = """\
+Price a run on another cluster: the same programs of all ranks, other GPUs, links and network. Nothing runs again, and
+nothing is saved without --out. Whether it fits is judged by the other GPU's memory."""
+
+_EPILOG = """\
+examples:
+  prism what-if latest --cluster dgx-b200
+  prism what-if prism_out/RUN --cluster mine.toml --out on_mine.json
+  prism what-if latest --cluster dgx-h200 --json | jq .iteration_time_ms
+`prism cluster list` names the presets."""
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "what-if", help="a run on another cluster", description=_DESCRIPTION, epilog=_EPILOG
+    )
+    add_run_argument(parser)
+    parser.add_argument(
+        "--cluster", required=True, metavar="NAME|FILE", help="cluster preset, or path of a TOML file"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the new prediction there, as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print the new prediction instead of the comparison"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the comparison."""
+    cluster = load_cluster(arguments.cluster)
+    rundir = open_run(arguments.run_directory)
+    check_finished(rundir, rundir.read_info())
+    then = read_prediction(rundir.prediction)
+    check_world(cluster, then.world_size)
+    now = reprice(rundir, then, cluster)
+    if arguments.out:
+        write_prediction(arguments.out, now)
+    if arguments.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(now), indent=1).decode() + "\n")
+        return 0
+    console = make_console(sys.stdout)
+    show(comparison(then, now), console)
+    for finding in now.findings:
+        if finding.kind in ("oom", "hang", "mismatch"):
+            console.print(f"{finding.severity}: {finding.message}")
+    console.print(f"Assumed: {_recorded_for(then)}")
+    return 0
+
+
+def reprice(rundir: RunDir, then: Prediction, cluster: Cluster) -> Prediction:
+    """The prediction of a run's programs on another cluster.
+
+    Raises :class:`PrismError` for a directory that is not, or not all of, a run.
+    """
+    from prism_plugins import stages
+
+    job, reports, info = load_job(rundir)
+    nccl = parse_settings(info.nccl_variables)
+    costs = build_cost_model(cluster, nccl=nccl)
+    timeline, faults = stages.simulate(job, costs)
+    return predict(
+        Evidence(
+            options=msgspec.structs.replace(info.job.options, cluster=cluster.name),
+            cluster=cluster,
+            facts=info.facts,
+            reports=reports,
+            programs=job,
+            costs=costs,
+            timeline=timeline,
+            memory=_memory(job, reports, then, cluster, costs, nccl),
+            findings=faults,
+            audit=then.audit,
+            assumptions=(_recorded_for(then),),
+        )
+    )
+
+
+def _recorded_for(then: Prediction) -> str:
+    return f"programs were recorded for {then.cluster}; what a script decides by the kind of GPU is as it was there"
+
+
+def _memory(
+    job: JobPrograms,
+    reports: dict[int, SliceReport],
+    then: Prediction,
+    cluster: Cluster,
+    costs: CostModel,
+    nccl: NcclSettings,
+) -> tuple[ClassMemory, ...]:
+    """What torch's allocator holds is as it was; what lies outside it, and the capacity, are the other cluster's."""
+    kept = {memory.ranks: memory for memory in then.memory}
+    if any(format_ranks(c.ranks) not in kept for c in job.classes):  # by a version with other classes
+        return predict_memory(job, cluster, reports, costs, nccl=nccl)
+    overhead = device_overhead(cluster, nccl)
+    found = []
+    for rank_class in job.classes:
+        memory, program = kept[format_ranks(rank_class.ranks)], rank_class.exemplar
+        uses = communicators(
+            program, gpus_per_domain=overhead.gpus_per_domain, nvls_groups=nvls_groups(program, costs)
+        )
+        outside = overhead.parts(uses, init_communicators=1)
+        found.append(
+            msgspec.structs.replace(
+                memory,
+                outside_torch=outside,
+                device_used_bytes=memory.peak_reserved_bytes + sum(outside.values()),
+                capacity_bytes=cluster.gpu.memory_bytes,
+            )
+        )
+    return tuple(found)
+
+
+def comparison(then: Prediction, now: Prediction) -> Table:
+    """Both predictions side by side, and the ratio of the new to the old."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    for column in (then.cluster, now.cluster, "ratio"):
+        table.add_column(column, justify="right", no_wrap=True)
+
+    def add(name: str, old: float | None, new: float | None, text: Callable[[float], str]) -> None:
+        if old is not None and new is not None and (old or new):
+            table.add_row(name, text(old), text(new), f"{new / old:.3f}" if old else "")
+
+    add("iteration", then.iteration_time_ms, now.iteration_time_ms, milliseconds)
+    for part in then.breakdown_ms.__struct_fields__:
+        old, new = getattr(then.breakdown_ms, part), getattr(now.breakdown_ms, part)
+        add(f"  {part.replace('_', ' ')}", old, new, milliseconds)
+    add("tokens/s/GPU", then.tokens_per_s_per_gpu, now.tokens_per_s_per_gpu, lambda x: f"{x:,.0f}")
+    add("TFLOP/s/GPU", then.tflops_per_gpu, now.tflops_per_gpu, lambda x: f"{x:,.1f}")
+    if then.memory and now.memory:
+        old, new = tightest(then.memory), tightest(now.memory)
+        add("used of the device", old.device_used_bytes, new.device_used_bytes, gib)
+        add("capacity", old.capacity_bytes, new.capacity_bytes, gib)
+        table.add_row("fits", *(_fits(p) for p in (then, now)), "")
+    return table
+
+
+def _fits(prediction: Prediction) -> str:
+    severities = {f.severity for f in prediction.findings if f.kind == "oom"}
+    return "no" if "error" in severities else "hardly" if severities else "yes"
