@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from prism_plugins.integration.hook_table import Hook
-from prism_plugins.integrations.deepspeed import autotp, checks, compat, moe, offload, pipeline
+from prism_plugins.integrations.deepspeed import autotp, checks, compat, loops, moe, offload, pipeline
 from prism_plugins.integrations.deepspeed.routed_blocks import route_blocks
 from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.program.model import Phase
@@ -34,6 +34,7 @@ def hook_table() -> list[Hook]:
         Hook(engine, "DeepSpeedEngine.step", _step, "phase optimizer"),
         Hook("torch.nn.modules.module", "Module.train", _train, "evaluation between iterations"),
         *pipeline.HOOKS,
+        *loops.HOOKS,
         *offload.HOOKS,
         *moe.HOOKS,
         *autotp.HOOKS,

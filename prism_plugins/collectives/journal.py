@@ -4,8 +4,8 @@ Mirror semantics (peers hold what we hold) are wrong for a flag, a size or an ob
 scatters or sends: the receiver has nothing to mirror. The slice that runs as the source writes such payloads to
 its journal; later slices, which run as other ranks, read them there.
 
-What is journalled: objects of plain data, and tensors of at most :data:`MAX_TENSOR_BYTES` whose values are real; of
-point-to-point tensors only integers and booleans (headers; activations are not control data). The whole journal
+What is journalled: objects of plain data, and tensors of at most :data:`MAX_TENSOR_BYTES` (of 32- and 64-bit
+integers: :data:`MAX_INTEGER_BYTES`) whose values are real; of point-to-point tensors only integers and booleans (headers; activations are not control data). The whole journal
 is limited to :data:`MAX_JOURNAL_BYTES`; what does not fit is counted.
 
 A key must not name ranks, because the journal of rank 0 also serves rank 9, whose tensor-parallel source is
@@ -35,6 +35,8 @@ from prism_plugins.world.layout import Layout
 
 SCHEMA = 2
 MAX_TENSOR_BYTES = 4096
+MAX_INTEGER_BYTES = 64 << 10
+"""The largest tensors that have values on the virtual device: lists of integers that ranks compare are control data."""
 MAX_OBJECT_BYTES = 1 << 20
 MAX_JOURNAL_BYTES = 64 << 20
 

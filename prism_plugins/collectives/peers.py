@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from prism_plugins.collectives import mirror, plain, values
-from prism_plugins.collectives.journal import MAX_OBJECT_BYTES, MAX_TENSOR_BYTES, Journal, channel
+from prism_plugins.collectives.journal import (
+    MAX_INTEGER_BYTES,
+    MAX_OBJECT_BYTES,
+    MAX_TENSOR_BYTES,
+    Journal,
+    channel,
+)
 from prism_plugins.errors import FileFormatError
 
 Factor = float | Tensor | None
@@ -250,7 +256,7 @@ class MirrorPeers:
         return self._num_p2p[key]
 
     def _record(self, name: str, tensor: Tensor, sequence: int, slot: int) -> None:
-        if tensor.numel() * tensor.element_size() > MAX_TENSOR_BYTES:
+        if not _fits_journal(tensor):
             return
         view = values.real_view(tensor)
         if view is not None and not values.is_synthesized(tensor):
@@ -286,7 +292,7 @@ class MirrorPeers:
         self, name: str, tensor: Tensor, view: Tensor, sequence: int, slot: int, like: Sequence[str] = ()
     ) -> bool:
         num_bytes = tensor.numel() * tensor.element_size()
-        if num_bytes == 0 or num_bytes > MAX_TENSOR_BYTES:
+        if num_bytes == 0 or not _fits_journal(tensor):
             return False
         payload = self._journal.look_up(name, sequence=sequence, slot=slot, num_bytes=num_bytes, like=like)
         if payload is None:
@@ -294,6 +300,11 @@ class MirrorPeers:
         view.copy_(torch.frombuffer(bytearray(payload), dtype=view.dtype).view(view.shape))
         values.mark_real(tensor)
         return True
+
+
+def _fits_journal(tensor: Tensor) -> bool:
+    limit = MAX_INTEGER_BYTES if tensor.dtype in (torch.int32, torch.int64) else MAX_TENSOR_BYTES
+    return tensor.numel() * tensor.element_size() <= limit
 
 
 def _to_bytes(view: Tensor) -> bytes:

@@ -1,0 +1,44 @@
+"""The equivalents of DeepSpeed's loops over ranks do on the device what the loops do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.megatron_jobs import run_slice
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is not None
+    or shutil.which("g++") is None
+    or importlib.util.find_spec("deepspeed") is None,
+    reason="needs DeepSpeed and the virtual device: a CPU build of torch and a compiler",
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder = tmp_path_factory.mktemp("loops")
+    script = Path(__file__).with_name("loops_script.py")
+    slice_result = run_slice(folder, script, str(folder / "result.json"), rank=100, world_size=192)
+    assert slice_result.report.status == "never_trained", slice_result.output
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_kernels_calls_and_memory_are_equal(results: dict) -> None:
+    assert len(results) == 8
+    for case, (loop, equivalent) in results.items():
+        assert loop["rows"], case
+        assert equivalent["rows"] == loop["rows"], case
+        assert equivalent["shapes"] == loop["shapes"], case
+        assert equivalent["live"] == loop["live"], case
+
+
+def test_the_hosts_time_grows_with_the_group(results: dict) -> None:
+    assert all(loop["host_ns"] == 0 for loop, _ in results.values())
+    small, world = (results[f"all_gather {name}"][1]["host_ns"] for name in ("small", "world"))
+    assert 0 < small < world
