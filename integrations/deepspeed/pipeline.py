@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from prism_plugins.errors import PrismError
 from prism_plugins.integration.hook_table import Hook
 from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.program.model import Phase
@@ -89,7 +90,15 @@ def _train_batch(session: Session, original: Any, module: ModuleType) -> Any:
     @functools.wraps(original)
     def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         session.training_begins(self)
-        result = original(self, *args, **kwargs)
+        try:
+            result = original(self, *args, **kwargs)
+        except AssertionError as error:
+            if "bwd_microstep timer has already been started" not in str(error):
+                raise
+            raise PrismError(
+                'DeepSpeed\'s pipeline engine cannot train with "wall_clock_breakdown": true, also on real GPUs: every '
+                f"stage but the last fails with '{error}'; set it to false"
+            ) from error
         report_headers(session, self.stage_id)
         session.optimizer_stepped()
         return result

@@ -67,6 +67,10 @@ class Collectives:
                 f"{stats.nearest} small payload(s) of virtual ranks were taken from another call of the "
                 "same group, as the journals do not know the call itself"
             )
+        if stats.mirrored:
+            lines.append(
+                f"{stats.mirrored} header(s) of virtual ranks were taken as equal to what this rank had sent them"
+            )
         if stats.alike:
             lines.append(
                 f"{stats.alike} header(s) of virtual ranks were taken from the same call between other ranks"

@@ -26,6 +26,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -49,6 +50,8 @@ class JournalStats(msgspec.Struct):
     """Payloads of virtual ranks found under their exact key."""
     nearest: int = 0
     """Payloads taken from another call of the same group and geometry, because the journals know no better."""
+    mirrored: int = 0
+    """Payloads taken as equal to what this rank sent the virtual rank before."""
     alike: int = 0
     """Payloads taken from the same call between other ranks, because no journal is of the sender's slice."""
     misses: int = 0
@@ -81,6 +84,16 @@ def group_shape(ranks: Sequence[int]) -> str:
     period = next(p for p in range(1, len(runs) + 1) if all(runs[i] == runs[i % p] for i in range(len(runs))))
     pattern = ",".join(f"{step}*{count}" for step, count in runs[:period])
     return f"{len(ranks)}x({pattern})"
+
+
+class StandIns(NamedTuple):
+    """What answers a receive whose channel no journal holds."""
+
+    sent: str
+    """Our own channel to the sender: the header of a gradient looks like that of the activation we sent."""
+    like: list[str]
+    """Prefixes of other channels, first those most like it: a header from stage 2 to 3 looks like the one from
+    stage 1 to 2. Of the journals the last one, which is of the nearest stage, comes first."""
 
 
 class Journal:
@@ -122,7 +135,7 @@ class Journal:
         sequence: int,
         slot: int,
         num_bytes: int | None = None,
-        like: Sequence[str] = (),
+        standins: StandIns | None = None,
     ) -> bytes | None:
         """A payload that a virtual rank sends us, or None.
 
@@ -132,9 +145,7 @@ class Journal:
             slot: position within the call.
             num_bytes: required size. With it, a call that no journal holds is answered by the nearest earlier
                 one of the same channel and size (the source's slice may have run fewer iterations).
-            like: prefixes of other channels that may answer if this one is not known, first those most like it:
-                a header from stage 2 to 3 looks like the one from stage 1 to 2. Later journals come first, they
-                are of nearer stages.
+            standins: what may answer (with ``num_bytes``) if no journal knows the channel.
         """
         payload = self._exact(channel, sequence, slot, num_bytes)
         if payload is None and any([earlier.refresh() for earlier in self._earlier]):
@@ -148,12 +159,25 @@ class Journal:
                 if payload is not None:
                     self.stats.nearest += 1
                     return payload
-            for prefix, earlier in itertools.product(like, reversed(self._earlier)):
+        if num_bytes is not None and standins is not None:
+            payload = self._sent(standins.sent, num_bytes)
+            if payload is not None:
+                self.stats.mirrored += 1
+                return payload
+            for prefix, earlier in itertools.product(standins.like, reversed(self._earlier)):
                 payload = earlier.similar(prefix, sequence, slot, num_bytes)
                 if payload is not None:
                     self.stats.alike += 1
                     return payload
         self.stats.misses += 1
+        return None
+
+    def _sent(self, channel: str, num_bytes: int) -> bytes | None:
+        """The last payload of this size that this rank sent on a channel."""
+        payloads = list(self._payload_index)
+        for _, _, index in reversed(self._entries.get(channel, ())):
+            if len(payloads[index]) == num_bytes:
+                return payloads[index]
         return None
 
     def _exact(self, channel: str, sequence: int, slot: int, num_bytes: int | None) -> bytes | None:

@@ -21,6 +21,7 @@ from prism_plugins.collectives.journal import (
     MAX_OBJECT_BYTES,
     MAX_TENSOR_BYTES,
     Journal,
+    StandIns,
     channel,
 )
 from prism_plugins.errors import FileFormatError
@@ -154,7 +155,7 @@ class MirrorPeers:
     def send(self, tensor: Tensor, peer: int, tag: int) -> Finish | None:
         """Dropped; small integer payloads are journalled."""
         if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-            name, _ = self._p2p_channel(tensor, self._rank, peer, tag)
+            name = self._p2p_channel(tensor, self._rank, peer, tag)
             self._record(name, tensor, self._next("p2p", peer, tag, sending=True), 0)
         return None
 
@@ -164,8 +165,9 @@ class MirrorPeers:
         integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
         if integer and peer >= 0:
             sequence = self._next("p2p", peer, tag, sending=False)
-            name, like = self._p2p_channel(tensor, peer, self._rank, tag)
-            if view is not None and self._look_up(name, tensor, view, sequence, 0, like=like):
+            name = self._p2p_channel(tensor, peer, self._rank, tag)
+            standins = StandIns(sent=self._p2p_channel(tensor, self._rank, peer, tag), like=self._alike(name))
+            if view is not None and self._look_up(name, tensor, view, sequence, 0, standins):
                 return None
         if view is not None:
             values.fill_plausible(tensor, view)
@@ -231,17 +233,26 @@ class MirrorPeers:
     def _channel(self, kind: str, root: int, peer: int = -1, tag: int = 0) -> str:
         return channel(kind, shape=self._shape, ordinal=self._ordinal, root=root, peer=peer, tag=tag)
 
-    def _p2p_channel(self, tensor: Tensor, sender: int, receiver: int, tag: int) -> tuple[str, list[str]]:
-        """The channel of a transfer, and prefixes of channels like it."""
-        kind, suffix = f"p2p.{tensor.dtype}", f"/{self._shape}/{self._ordinal}/"
-        layout = self._journal.layout
+    def _p2p_channel(self, tensor: Tensor, sender: int, receiver: int, tag: int) -> str:
+        kind, layout = f"p2p.{tensor.dtype}", self._journal.layout
         if layout is not None:
-            here, there = (layout.coords(self._ranks[rank])["pp"] for rank in (sender, receiver))
-            if here != there:
-                step = there - here
-                like = [f"{kind}.stages{step:+d}{suffix}", f"{kind}.stages{-step:+d}{suffix}"]
-                return self._channel(f"{kind}.stages{step:+d}", here, there, tag), like
-        return self._channel(kind, sender, receiver, tag), [kind + suffix]
+            here, there = (layout.coords(self._ranks[rank]) for rank in (sender, receiver))
+            step = there["pp"] - here["pp"]
+            if step:
+                kind += f".stages{step:+d}.tp{here['tp']}.cp{here['cp']}"
+                return self._channel(kind, here["pp"], there["pp"], tag)
+        return self._channel(kind, sender, receiver, tag)
+
+    def _alike(self, name: str) -> list[str]:
+        """Prefixes of channels like a point-to-point one, the most alike first."""
+        kind = name.partition("/")[0]
+        like = [f"{kind}/{self._shape}/{self._ordinal}/"]
+        plain, _, stages = kind.partition(".stages")
+        if stages:
+            step, _, position = stages.partition(".")
+            back = f"{-int(step):+d}"
+            like += [f"{plain}.stages{back}.{position}/", f"{plain}.stages{step}.", f"{plain}.stages{back}."]
+        return like
 
     def _is_later_stage(self, member: int) -> bool:
         layout = self._journal.layout
@@ -289,12 +300,20 @@ class MirrorPeers:
             values.fill_plausible(tensor, view)
 
     def _look_up(
-        self, name: str, tensor: Tensor, view: Tensor, sequence: int, slot: int, like: Sequence[str] = ()
+        self,
+        name: str,
+        tensor: Tensor,
+        view: Tensor,
+        sequence: int,
+        slot: int,
+        standins: StandIns | None = None,
     ) -> bool:
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes == 0 or not _fits_journal(tensor):
             return False
-        payload = self._journal.look_up(name, sequence=sequence, slot=slot, num_bytes=num_bytes, like=like)
+        payload = self._journal.look_up(
+            name, sequence=sequence, slot=slot, num_bytes=num_bytes, standins=standins
+        )
         if payload is None:
             return False
         view.copy_(torch.frombuffer(bytearray(payload), dtype=view.dtype).view(view.shape))

@@ -204,6 +204,25 @@ def test_headers_between_stages_pass_from_one_data_parallel_replica_to_another(
         assert getattr(world.journal.stats, counted) == 1
 
 
+def test_a_header_back_is_like_the_header_sent(make_world: Callable[..., Any], tmp_path: Path) -> None:
+    """PP2 x TP2: stage 0 answers itself; its second tensor-parallel rank has headers of its own."""
+    layout = Layout(world_size=4, pp=2, tp=2)
+    for rank in (0, 1):
+        world = make_world(rank=rank, world_size=4)
+        world.journal.layout = layout
+        dist.send(torch.tensor([rank, 7]), rank + 2)
+        header = torch.zeros(2, dtype=torch.int64)
+        dist.recv(header, rank + 2)
+        assert header.tolist() == [rank, 7]
+        assert (world.journal.stats.mirrored, world.journal.stats.misses) == (1, 0)
+        save_journal(tmp_path / f"{rank}.json")
+    world = make_world(rank=3, world_size=4, journals=(str(tmp_path / "0.json"), str(tmp_path / "1.json")))
+    world.journal.layout = layout
+    dist.recv(header, 1)
+    assert header.tolist() == [1, 7]
+    assert world.journal.stats.hits == 1
+
+
 def test_the_loss_of_a_later_stage_is_unknown(make_world: Callable[..., Any]) -> None:
     world = make_world(rank=0, world_size=2)
     world.journal.layout = Layout(world_size=2, pp=2)
