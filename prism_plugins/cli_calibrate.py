@@ -143,7 +143,7 @@ def show(calibration: Calibration) -> list[str]:
     if c.power:
         lines.append(
             f"power cap {c.power.cap_w:.0f} W, static {c.power.static_w:.0f} W, dynamic ~ clock^{c.power.exponent:g}, "
-            f"job clock {c.power.job_clock_mhz:.0f} of {c.power.max_clock_mhz:.0f} MHz"
+            f"mixes ran at {c.power.mix_clock_mhz:.0f} of {c.power.max_clock_mhz:.0f} MHz"
         )
     if c.host:
         lines.append(

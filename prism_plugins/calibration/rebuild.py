@@ -101,11 +101,19 @@ def _bind(overload: Any, signature: OpSignature, operands: Operands) -> Call:
             value = _scalar(argument, scalars, operands, num_lists)
             if argument.name == "end" and signature.outputs:
                 value = signature.outputs[0].numel  # arange; it starts at 0
+            if argument.name == "beta" and _is_scratch(signature):
+                value = 0.0
         if argument.kwarg_only:
             kwargs[argument.name] = value
         else:
             args.append(value)
     return Call(overload, args, kwargs)
+
+
+def _is_scratch(s: OpSignature) -> bool:
+    """Whether the addend of a GEMM is as large as its output: attention's scratch buffer, multiplied by 0 and not read
+    (the same assumption as the cost rule's)."""
+    return bool(s.inputs and s.outputs) and s.inputs[0].shape == s.outputs[0].shape
 
 
 def _materialise(share: Any, operands: Operands, written: bool, below: int) -> Any:

@@ -1,10 +1,11 @@
 """Replays the ops of programs in the proportions of the programs, and measures each op there and in a cool state.
 
 A GPU held at its power cap clocks by what all its ops together draw: one op in a loop is not that op in a job. So
-rounds of about 50 ms issue every op of a mix in program order, each as often as its share of the iteration says; ops
+rounds of about 30 ms issue every op of a mix in program order, each as often as its share of the iteration says; ops
 of too small a share to be met often get a few extra blocks. Blocks are timed one by one (:mod:`.timers`), the queue
-never empty. Afterwards each op runs again in short bursts on an idle GPU, at the highest clock: from both follows
-which share of its time scales with the clock. The heaviest ops finally run alone until their power is steady.
+never empty. The clock moves from block to block, which tells the share of an op's time that scales with it.
+Afterwards each op runs in short bursts on a rested GPU, which shows the clock it can reach: peak current limits
+GEMMs far below the maximum. The heaviest ops finally run alone until their power is steady.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from prism_plugins.calibration.rebuild import Call, CannotRebuild, rebuild
@@ -23,22 +25,22 @@ from prism_plugins.calibration.signatures import SignatureList
 from prism_plugins.calibration.timers import CpuTimer, CudaTimer, Sample
 from prism_plugins.calibration.values import Operands, span
 from prism_plugins.costs.calibration import Figure
-from prism_plugins.costs.families import base_name
+from prism_plugins.costs.families import family_of
 from prism_plugins.program.model import DTYPE_BYTES, OpSignature
 
 MIN_BLOCKS = 6
 MIN_REPETITIONS = 20
-_ROUND_US = 50_000.0
+_ROUND_US = 30_000.0
 _BLOCK_US = 250.0
 _GRAPH_BELOW_US = 300.0
 """Shorter ops are replayed from a CUDA graph, so that the time of the issuing host does not show."""
 _EXTRA_SHARE = 0.15
 """Of a round's time, for ops that the mix alone would measure too seldom."""
 _WARM_UP_S = 2.0
-_COOL_BLOCKS = 3
-_COOL_PAUSE_S = 0.008
+_COOL_BLOCKS = 2
+_COOL_PAUSE_S = 0.005
 _POWER_S = 0.35
-_POWER_SHARE = 0.01
+_POWER_SHARE = 0.02
 """Power is measured of ops with at least this share of a mix."""
 _MAX_SETS = 16
 
@@ -131,8 +133,9 @@ class Replay:
 
     # ── what a caller asks for ───────────────────────────────────────────────────────────────────────────────
 
-    def measure(self, signatures: SignatureList, *, min_mix_share: float = 0.0) -> list[Figure]:
-        """Measure every signature; ops that belong to several mixes are measured in each, the samples joined."""
+    def measure(self, signatures: SignatureList) -> list[Figure]:
+        """Measure every signature; ops that belong to several mixes are measured in each, the samples joined. Ops of no
+        mix are measured as extras of the first."""
         for signature in signatures.signatures:
             for spec in (*signature.inputs, *signature.outputs):
                 self._operands.expect(spec)
@@ -144,11 +147,12 @@ class Replay:
                     entries[index] = entry
             self._say(f"{len(entries)} of {len(signatures.signatures)} ops rebuilt")
             self.static_w = self.static_w or self._measure_static()
-            for mix in signatures.mixes:
+            in_mixes = {i for mix in signatures.mixes for i in mix.ops}
+            rest = dict.fromkeys((i for i in entries if i not in in_mixes), 0.0)
+            for number, mix in enumerate(signatures.mixes):
                 weights = {i: float(n) for i, n in zip(mix.ops, mix.counts, strict=True) if i in entries}
-                self._replay_mix(mix.name, entries, weights)
-            rest = {i: 0.0 for i, e in entries.items() if not e.done}
-            if rest:
+                self._replay_mix(mix.name, entries, weights | (rest if number == 0 else {}))
+            if not signatures.mixes:
                 self._replay_mix("ops of no mix", entries, rest)
             self._cool_down(entries.values())
             self._measure_power(self._heaviest(signatures, entries))
@@ -250,7 +254,7 @@ class Replay:
         )
 
     def _cool_down(self, entries: Iterable[Entry]) -> None:
-        """Short bursts on an idle GPU, which then runs at its highest clock."""
+        """Short bursts on a rested GPU, which then runs at the highest clock that peak current allows the op."""
         if not self._cuda:
             return
         began = time.perf_counter()
@@ -311,38 +315,51 @@ class Replay:
 
 
 def figure_of(entry: Entry) -> Figure:
-    """The figure of a measured op, at the clock of the mix."""
-    us = statistics.median(s.us for s in entry.hot)
-    clock = statistics.median(s.clock_mhz for s in entry.hot)
-    ordered = sorted(s.us for s in entry.hot)
-    quarter = len(ordered) // 4
+    """The figure of a measured op, in the state of the mix.
+
+    Clocks dip for some milliseconds whenever the power limiter acts, and an iteration pays for the dips too: the
+    figure is the mean of all blocks but the extreme hundredth at either end (hiccups of the host).
+    """
+    samples = sorted(entry.hot)
+    cut = len(samples) // 100
+    kept = samples[cut : len(samples) - cut]
+    times = [s.us for s in kept]
+    us, quarter = statistics.fmean(times), len(times) // 4
+    clock = us / statistics.fmean(s.us / s.clock_mhz for s in kept) if all(s.clock_mhz for s in kept) else 0.0
     return Figure(
         signature=entry.signature,
         us=round(us, 4),
+        median_us=round(statistics.median(times), 4),
         clock_mhz=round(clock, 1),
-        compute_share=round(_compute_share(us, clock, entry), 3),
-        spread=round((ordered[-1 - quarter] - ordered[quarter]) / us, 4),
+        burst_clock_mhz=round(max((s.clock_mhz for s in entry.cool), default=0.0), 1),
+        compute_share=round(_compute_share(kept, entry.signature), 3),
+        spread=round((times[-1 - quarter] - times[quarter]) / us, 4),
         repetitions=sum(s.repetitions for s in entry.hot),
         power_w=round(entry.power_w, 1),
         power_clock_mhz=round(entry.power_clock_mhz, 1),
     )
 
 
-_MIN_CLOCK_RATIO = 1.05
-"""Two states whose clocks are nearer than this do not tell what scales with the clock."""
+_MIN_CLOCK_SPREAD = 0.012
+"""Standard deviation over mean of the clock: with less, blocks do not tell what scales with it."""
 
 
-def _compute_share(us: float, clock: float, entry: Entry) -> float:
-    """From ``t = a / f + b`` through both states: ``a / f`` over ``t`` in the state of the mix."""
-    if entry.cool and clock > 0:
-        cool_us = statistics.median(s.us for s in entry.cool)
-        cool_clock = statistics.median(s.clock_mhz for s in entry.cool)
-        if cool_clock > _MIN_CLOCK_RATIO * clock:
-            return min(1.0, max(0.0, (1 - cool_us / us) / (1 - clock / cool_clock)))
-    return 1.0 if base_name(entry.signature.op) in _COMPUTE_BOUND else 0.0
+def _compute_share(samples: list[Sample], signature: OpSignature) -> float:
+    """``a / f`` over ``t`` at the mean clock, from a least-squares fit of ``t = a / f + b`` through the blocks."""
+    periods = np.array([1 / s.clock_mhz for s in samples if s.clock_mhz])
+    times = np.array([s.us for s in samples if s.clock_mhz])
+    if len(periods) >= MIN_BLOCKS and periods.std() > _MIN_CLOCK_SPREAD * periods.mean():
+        slope = np.polyfit(periods / periods.mean() - 1, times / times.mean() - 1, 1)[0]
+        return float(np.clip(slope, 0.0, 1.0))
+    return _TYPICAL_SHARE.get(family_of(signature.op) or "", 0.1)
 
 
-_COMPUTE_BOUND = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "linear"}
+_TYPICAL_SHARE = {
+    "gemm": 0.96, "scaled_gemm": 0.96, "batched_gemm": 0.2, "attention_forward": 0.95, "attention_backward": 0.95,
+    "cudnn_attention_forward": 0.95, "cudnn_attention_backward": 0.95, "cat": 0.6, "softmax_forward": 0.5,
+    "norm_forward": 0.5, "sort": 0.9, "scatter": 0.4, "elementwise": 0.2,
+}  # fmt: skip
+"""Medians of the ops whose share could be measured on an H200; for ops whose clock hardly moved."""
 
 
 def _mean(weighted: Iterable[tuple[float, float]]) -> float:

@@ -67,9 +67,5 @@ def _power_model(replay: Replay, sensors: Sensors, figures: list[Figure]) -> Pow
         cap_w=sensors.cap_w,
         static_w=replay.static_w,
         max_clock_mhz=sensors.max_clock_mhz,
-        mixes=[
-            ([(figure_of(e), n) for e, n in mix.ops if e.hot], mix.clock_mhz, mix.power_w)
-            for mix in replay.mixes
-            if mix.power_w
-        ],
+        mixes=[[(figure_of(e), n) for e, n in mix.ops if e.hot and n] for mix in replay.mixes],
     )

@@ -28,11 +28,14 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     signature: OpSignature
     us: float
-    """Median time on its stream, microseconds, at ``clock_mhz``."""
+    """Time on its stream, microseconds, at ``clock_mhz``: the mean of the measured blocks."""
+    median_us: float = 0.0
     clock_mhz: float = 0.0
-    """SM clock while it was measured; 0 when it could not be read."""
+    """Mean SM clock while it was measured; 0 when it could not be read."""
+    burst_clock_mhz: float = 0.0
+    """SM clock in a short burst on a rested GPU, the highest the op reaches; 0 when unknown."""
     compute_share: float = 0.0
-    """Share of ``us`` that scales with 1/clock, from a second measurement at a higher clock; 0 to 1."""
+    """Share of ``us`` that scales with 1/clock, from how both vary between blocks; 0 to 1."""
     spread: float = 0.0
     """Interquartile range over the median of the measured blocks."""
     repetitions: int = 0
@@ -49,14 +52,18 @@ class PowerModel(msgspec.Struct, frozen=True, kw_only=True):
 
     cap_w: float
     static_w: float
-    """Of an idle GPU at full clocks, and the part of a busy GPU's power that does not depend on the clock."""
+    """Of a GPU at full clocks with next to nothing to do, and the part of a busy GPU's power that does not depend on the
+    clock."""
     exponent: float
-    """Dynamic power scales with clock ** exponent (voltage rises with the clock)."""
+    """Dynamic power scales with clock ** exponent."""
     max_clock_mhz: float
-    job_clock_mhz: float
-    """Mean clock of the replayed programs."""
+    mix_clock_mhz: float
+    """Time-weighted mean clock of the replayed mixes."""
+    mix_w: float
+    """Power that this model gives the replayed mixes at the clocks they ran at: where the limiter holds a program."""
     family_w: dict[str, float] = {}
-    """Dynamic power at ``job_clock_mhz`` by op family, the mean of its measured ops."""
+    """Dynamic power by op family at ``family_clock_mhz``: the mean of its measured ops."""
+    family_clock_mhz: dict[str, float] = {}
 
 
 class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,7 +226,13 @@ def _check(calibration: Calibration, source: str) -> None:
         s = figure.signature
         require(0 < figure.us < _MAX_US, f"{s.op[:60]} takes {figure.us} us")
         require(0 <= figure.compute_share <= 1, f"{s.op[:60]} has compute_share {figure.compute_share}")
-        for value in (figure.clock_mhz, figure.power_w, figure.power_clock_mhz, figure.spread):
+        for value in (
+            figure.clock_mhz,
+            figure.burst_clock_mhz,
+            figure.power_w,
+            figure.power_clock_mhz,
+            figure.spread,
+        ):
             require(0 <= value < 1e5, f"{s.op[:60]} has a clock, power or spread of {value}")
         for t in (*s.inputs, *s.outputs):
             require(t.dtype in DTYPE_BYTES, f"{s.op[:60]} has the unknown dtype {t.dtype[:20]!r}")
@@ -233,8 +246,14 @@ def _check(calibration: Calibration, source: str) -> None:
         require(
             0 < power.static_w < power.cap_w < 1e5, f"power cap {power.cap_w} W, static {power.static_w} W"
         )
-        require(0 < power.job_clock_mhz <= power.max_clock_mhz < 1e5, f"clocks of the power model: {power}")
+        require(0 < power.mix_clock_mhz <= power.max_clock_mhz < 1e5, f"clocks of the power model: {power}")
         require(0 < power.exponent < 10, f"power exponent {power.exponent}")
+        require(power.static_w < power.mix_w < 1e5, f"power of the mixes {power.mix_w} W")
+        require(
+            power.family_w.keys() == power.family_clock_mhz.keys()
+            and all(0 < x < 1e5 for x in (*power.family_w.values(), *power.family_clock_mhz.values())),
+            "power by family",
+        )
     host = calibration.host
     if host is not None:
         for name in ("op_us", "dispatch_us", "view_us", "comm_us"):
