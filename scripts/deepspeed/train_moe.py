@@ -87,6 +87,7 @@ class MoEGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(args, ep) for ep in sizes)
         self.norm = nn.LayerNorm(args.hidden)
         self.head = nn.Linear(args.hidden, args.vocab, bias=False)
+        self.apply(initialize)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -111,6 +112,12 @@ class RandomTokens(Dataset):
         generator = torch.Generator().manual_seed(index)
         tokens = torch.randint(self.vocab, (self.seq + 1,), generator=generator)
         return tokens[:-1], tokens[1:]
+
+
+def initialize(module: nn.Module) -> None:
+    """Weights as in GPT-2."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
 
 
 def main() -> None:

@@ -61,6 +61,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(args, sequence_group) for _ in range(args.layers))
         self.norm = nn.LayerNorm(args.hidden)
         self.head = nn.Linear(args.hidden, args.vocab, bias=False)
+        self.apply(initialize)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -68,6 +69,12 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def initialize(module: nn.Module) -> None:
+    """Weights as in GPT-2."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
 
 
 def main() -> None:

@@ -82,7 +82,9 @@ DEEP_CASES = {
 
 
 _ZERO_STEPS = frozenset(["forward", "backward", "optimizer"])
-_PIPELINE = _HERE.parents[1] / "scripts" / "deepspeed" / "train_gpt_pipeline.py"
+_SCRIPTS = _HERE.parents[1] / "scripts" / "deepspeed"
+_PIPELINE = _SCRIPTS / "train_gpt_pipeline.py"
+_SMALL = "--layers 2 --hidden 64 --heads 4 --seq 32 --vocab 256"
 _PIPELINE_SIZES = "--layers 4 --hidden 64 --heads 4 --seq 32 --vocab 256"
 
 
@@ -136,6 +138,27 @@ DEEPSPEED_CASES = {
         "train.py",
         "--zero-init",
         zero={"stage": 3, "stage3_param_persistence_threshold": 100, "reduce_bucket_size": 20_000},
+        steps=_ZERO_STEPS,
+        shared_weights=False,
+    ),
+    "moe ep2": _deepspeed(
+        _SCRIPTS / "train_moe.py",
+        f"{_SMALL} --ep 2 --experts 4 --topk 2 --no-drop",
+        zero={"stage": 1},
+        steps=_ZERO_STEPS,
+    ),
+    "moe ep4 and ep2, zero 2": _deepspeed(
+        _SCRIPTS / "train_moe.py",
+        f"{_SMALL} --layers 4 --ep 4 2 --experts 4 --residual --noise RSample",
+        zero={"stage": 2, "reduce_bucket_size": 20_000},
+        steps=_ZERO_STEPS,
+    ),
+    "ulysses sp2": _deepspeed(
+        _SCRIPTS / "train_ulysses.py",
+        f"{_SMALL} --sp 2",
+        zero={"stage": 3, "stage3_param_persistence_threshold": 100},
+        config={"sequence_parallel_size": 2},
+        accumulate=1,
         steps=_ZERO_STEPS,
         shared_weights=False,
     ),
