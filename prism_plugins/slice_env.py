@@ -12,6 +12,9 @@ from prism_plugins.program.slices import SliceSpec
 _OF_THE_LAUNCH = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "MPI_")
 """Prefixes of variables from which scripts may derive a rank of the physical launch."""
 
+HASH_SEED_CHOSEN = "PRISM_HASH_SEED"
+"""Set where Python's hash seed is prism's choice: the target job leaves it to chance on every rank."""
+
 _RANK_OF_SCHEDULERS = {
     "rank": ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
     "world": ("SLURM_NTASKS", "SLURM_NPROCS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
@@ -66,6 +69,9 @@ def slice_environment(spec: SliceSpec, base: Mapping[str, str] = os.environ) -> 
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    if base.get("PYTHONHASHSEED", "random") == "random":
+        # Otherwise sets of strings would have another order in every slice.
+        env |= {"PYTHONHASHSEED": "0", HASH_SEED_CHOSEN: "1"}
     # Inductor plans regions in a slice but compiles none: its pool of compiler processes would idle.
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     return env

@@ -3,7 +3,7 @@
 import pytest
 
 from prism_plugins.program.slices import GpuFacts, SliceSpec
-from prism_plugins.slice_env import slice_environment
+from prism_plugins.slice_env import HASH_SEED_CHOSEN, slice_environment
 
 
 def spec(rank, world_size=64, **changes):
@@ -68,3 +68,12 @@ def test_a_scheduler_says_who_the_slice_is_where_it_said_who_the_launched_proces
 def test_real_ranks_meet_at_their_store(store):
     env = slice_environment(spec(0, store=store), {"MASTER_ADDR": "node0", "MASTER_PORT": "1"})
     assert f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}" == store
+
+
+def test_sets_of_strings_have_the_same_order_in_every_slice():
+    for base in ({}, {"PYTHONHASHSEED": "random"}):
+        env = slice_environment(spec(3), base)
+        assert (env["PYTHONHASHSEED"], env[HASH_SEED_CHOSEN]) == ("0", "1")
+    env = slice_environment(spec(3), {"PYTHONHASHSEED": "7"})
+    assert env["PYTHONHASHSEED"] == "7"
+    assert HASH_SEED_CHOSEN not in env

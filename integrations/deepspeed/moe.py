@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,8 @@ from prism_plugins.errors import PrismError
 from prism_plugins.integration.hook_table import Hook
 from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.moe_load import describe_moe_load, expert_choice, expert_counts
+from prism_plugins.program.prediction import Finding
+from prism_plugins.slice_env import HASH_SEED_CHOSEN
 
 NO_TUTEL = (
     "use_tutel without Tutel installed here: the layer dispatches its tokens as DeepSpeed does without it"
@@ -97,6 +100,36 @@ def _policy_mode() -> type:
     return RoutingPolicy
 
 
+def _optimizer_groups(session: Session, original: Any, module: ModuleType) -> Any:
+    """DeepSpeed 0.19 collects the names of expert groups in a set: with several of them the order of the optimizer's
+    parameter groups, and of their collectives, is that of the strings' hashes."""
+
+    @functools.wraps(original)
+    def split_params_into_different_moe_groups_for_optimizer(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        names = sorted({group["name"] for group in result if group.get("moe")})
+        if len(names) > 1 and os.environ.get(HASH_SEED_CHOSEN):
+            session.context.finding(unequal_groups(names))
+        return result
+
+    return split_params_into_different_moe_groups_for_optimizer
+
+
+def unequal_groups(names: list[str]) -> Finding:
+    """The finding about parameter groups of experts whose order is left to Python's hash seed."""
+    return Finding(
+        kind="hang",
+        severity="error",
+        ranks="",
+        phase="optimizer",
+        message=(
+            f"the optimizer's groups {', '.join(names)} are in the order of a set of strings, which Python's hash seed "
+            "decides: ranks reduce and gather them in different orders and wait for each other forever. Set "
+            "PYTHONHASHSEED to the same number on all ranks (emulated with 0)"
+        ),
+    )
+
+
 def _moe_layer(session: Session, original: Any, module: ModuleType) -> Any:
     @functools.wraps(original)
     def init(self: Any, *args: Any, use_tutel: bool = False, **kwargs: Any) -> None:
@@ -133,6 +166,12 @@ HOOKS = (
     Hook(_MODULE, "top1gating", functools.partial(_gating, 1), "routing by --prism-moe-load"),
     Hook(_MODULE, "top2gating", functools.partial(_gating, 2), "routing by --prism-moe-load"),
     Hook(_MODULE, "topkgating", functools.partial(_gating, None), "routing by --prism-moe-load"),
+    Hook(
+        "deepspeed.moe.utils",
+        "split_params_into_different_moe_groups_for_optimizer",
+        _optimizer_groups,
+        "the order of expert groups",
+    ),
     Hook(_MODULE, "MOELayer.__init__", _moe_layer, "Tutel is not emulated"),
     Hook(
         "deepspeed.module_inject.auto_ep_config",

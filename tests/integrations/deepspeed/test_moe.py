@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.moe import sharded_moe
+from deepspeed.moe import utils as moe_utils
+from deepspeed.moe.layer import MoE
 
 from prism_plugins.errors import PrismError
 from prism_plugins.integrations.deepspeed import moe
 from prism_plugins.moe_load import expert_counts
+from prism_plugins.slice_env import HASH_SEED_CHOSEN
 
 TOKENS, EXPERTS = 48, 8
 LOADS = ("balanced", "zipf:1", "tokens:9,0,0,1,1,1,1,1")
@@ -86,6 +89,24 @@ def test_a_gate_that_counts_otherwise_is_refused():
     session = SimpleNamespace(context=FakeContext())
     with pytest.raises(PrismError, match="counts the tokens of experts in a way prism does not know"):
         hook.wrap(session, top1gating, sharded_moe)(torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chosen", "found"), [((2, 4), True, True), ((2, 4), False, False), ((4,), True, False)]
+)
+def test_groups_of_several_sizes_have_an_order_only_with_a_hash_seed(monkeypatch, sizes, chosen, found):
+    monkeypatch.delenv(HASH_SEED_CHOSEN, raising=False)
+    if chosen:
+        monkeypatch.setenv(HASH_SEED_CHOSEN, "1")
+    layers = [MoE(4, torch.nn.Linear(4, 4), num_experts=4, ep_size=size) for size in sizes]
+    params = [param for layer in layers for param in layer.parameters()]
+    hook = next(h for h in moe.HOOKS if h.module == "deepspeed.moe.utils")
+    findings = []
+    session = SimpleNamespace(context=SimpleNamespace(finding=findings.append))
+    split = hook.wrap(session, getattr(moe_utils, hook.attribute), moe_utils)
+    assert len(split({"params": params, "name": "all"})) == 1 + len(sizes)
+    assert [f.severity for f in findings] == ["error"] * found
+    assert all("groups ep_size_2, ep_size_4 are in the order" in f.message for f in findings)
 
 
 def test_tutel():
