@@ -1,0 +1,50 @@
+"""A DeepSpeed pipeline of any size from a handful of slices."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launches import TORCHRUN
+
+pytestmark = pytest.mark.e2e
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "deepspeed" / "train_gpt_pipeline.py"
+SIZES = "--layers 8 --hidden 64 --heads 4 --seq 32 --vocab 256"
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 8,
+    "steps_per_print": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}},
+}
+
+
+def test_middle_stages_are_derived_and_evaluation_is_no_training(place):
+    """PP4 x DP16, tied embedding, stages exchange (activations, mask), an evaluation after every second step."""
+    pytest.importorskip("deepspeed")
+    (place.path / "ds.json").write_text(json.dumps(CONFIG))
+    place.run(
+        SCRIPT,
+        *SIZES.split(),
+        *("--stages", 4, "--tied", "--with-mask", "--eval-every", 2, "--deepspeed_config", "ds.json"),
+        launcher=[*TORCHRUN, "1"],
+        flags=("--prism-emulate", "--prism-world-size", "64", "--prism-audit", "1"),
+    )
+    prediction = place.prediction()
+    assert prediction["layout"] == {"tp": 1, "pp": 4, "vpp": 1, "cp": 1, "ep": 1, "etp": 1, "dp": 16}
+    # Rank 1 beside rank 0, which reads the loss back to print it.
+    assert place.info()["slices"] == [0, 1, 16, 63]
+    (audited,) = prediction["audit"]["ranks"]
+    assert audited // 16 == 2, "the derived stage is audited first"
+    assert prediction["audit"]["matched"] == 1
+    assert "no journal" not in str(prediction["assumptions"])
+    reports = [json.loads(path.read_text()) for path in place.out.glob("slices/*/report.json")]
+    told = {}
+    for report in reports:
+        stage = report["facts"]["stages"][report["rank"] // 16]
+        told[report["rank"]] = stage["receives"], stage["sends"]
+    tensors = "float32[1x32x64], int64[1x32]"
+    assert told[0] == told[1] == ("", tensors)
+    assert told[16] == told[audited] == (tensors, tensors)
+    assert told[63] == (tensors, "")
+    assert all(r["steady"] for r in reports)
