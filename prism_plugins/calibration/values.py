@@ -43,6 +43,14 @@ class Operands:
         pool, start = self._place(dtype, span(spec), written)
         return pool.as_strided(shape, strides, start)
 
+    def causal_scores(self, spec: TensorSpec) -> torch.Tensor:
+        """Attention scores of this geometry, the upper triangle masked with -10000 as Megatron does. Its own memory."""
+        scores = torch.empty_strided(
+            spec.shape, spec.strides or _contiguous(spec.shape), dtype=dtype_of(spec), device=self.device
+        )
+        mask = torch.ones(spec.shape[-2:], dtype=torch.bool, device=self.device).triu_(1)
+        return scores.normal_().masked_fill_(mask, -10000.0)
+
     def refresh(self) -> None:
         """Restore the values of operands that ops have written."""
         for (dtype, written), pool in self._pools.items():
