@@ -8,6 +8,8 @@ others, so going from one rank to another adds one offset to all members of a gr
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import msgspec
 import numpy as np
 
@@ -37,6 +39,7 @@ class Instantiator:
     def __init__(self, program: Program, layout: Layout) -> None:
         self._program = program
         self._layout = layout
+        self._own = {expert: layout.coords(program.rank, expert=expert) for expert in (False, True)}
         self._used = {comm.group for comm in program.comms}
         self._fits = [self._fit(index) for index in range(len(program.groups))]
         self._p2p = [i for i, comm in enumerate(program.comms) if comm.kind in ("send", "recv")]
@@ -106,7 +109,7 @@ class Instantiator:
 
     def _offset(self, fit: GroupFit, rank: int) -> int | None:
         layout = self._layout
-        own = layout.coords(self._program.rank, expert=fit.expert)
+        own = self._own[fit.expert]
         moved = dict(own)
         for axis, target in layout.coords(rank, expert=fit.expert).items():
             members = fit.members.get(axis)
@@ -123,10 +126,13 @@ class Instantiator:
         """The comms table with the peers of p2p calls at the same distance from ``rank``."""
         comms = self._program.comms
         moved: list[CommSignature] | None = None
+        peers: dict[tuple[int, int], int] = {}
         for i in self._p2p:
             comm = comms[i]
-            fit = self._fits[comm.group]
-            peer = self._peer(comm, fit, groups[comm.group], rank)
+            peer = peers.get((comm.group, comm.peer))
+            if peer is None:
+                peer = self._peer(comm, self._fits[comm.group], groups[comm.group], rank)
+                peers[comm.group, comm.peer] = peer
             if peer != comm.peer:
                 moved = list(comms) if moved is None else moved
                 moved[i] = msgspec.structs.replace(comm, peer=peer)
@@ -135,12 +141,17 @@ class Instantiator:
     def _peer(self, comm: CommSignature, fit: GroupFit, group: GroupInfo, rank: int) -> int:
         layout, expert = self._layout, fit.expert
         sizes = layout.sizes(expert=expert)
-        own = layout.coords(self._program.rank, expert=expert)
+        own = self._own[expert]
         peer = layout.coords(self._program.groups[comm.group].ranks[comm.peer], expert=expert)
         target = layout.coords(rank, expert=expert)
         moved = {axis: (target[axis] + peer[axis] - own[axis]) % size for axis, size in sizes.items()}
+        peer_rank = layout.rank_of(moved, expert=expert)
+        # Ranks are ascending in all but exotic groups, which may be as large as the world.
+        index = bisect_left(group.ranks, peer_rank)
+        if index < len(group.ranks) and group.ranks[index] == peer_rank:
+            return index
         try:
-            return group.ranks.index(layout.rank_of(moved, expert=expert))
+            return group.ranks.index(peer_rank)
         except ValueError:
             raise CannotDeriveError(
                 f"rank {rank}: the peer of a {comm.kind} of rank {self._program.rank} in group "
