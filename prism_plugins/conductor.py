@@ -82,6 +82,7 @@ def conduct(job: Job) -> int:
         if options.strict and timeline is not None:
             stages.check_strict(timeline)
         progress.stage("memory of all ranks")
+        logging_rank = stages.logging_rank(runner.sliced)
         prediction = predict(
             Evidence(
                 options=options,
@@ -91,6 +92,10 @@ def conduct(job: Job) -> int:
                 programs=programs,
                 costs=costs,
                 timeline=timeline,
+                logging_rank=logging_rank,
+                timers_ms=stages.timer_spans(
+                    programs, costs, timeline, logging_rank, runner.sliced.get(logging_rank)
+                ),
                 memory=predict_memory(programs, cluster, runner.reports, costs, nccl=nccl),
                 findings=(*faults, *differences),
                 audit=audit,

@@ -46,6 +46,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     timeline: Timeline | None
     """None when the simulation found a fault: the job would not run."""
     memory: tuple[ClassMemory, ...]
+    logging_rank: int = -1
+    timers_ms: Mapping[str, tuple[float, ...]] = {}
     findings: tuple[Finding, ...] = ()
     """Of the simulation and the audit."""
     audit: Audit = Audit()
@@ -113,6 +115,9 @@ def predict(evidence: Evidence) -> Prediction:
         iteration_time_ms=seconds * 1e3,
         tokens_per_s_per_gpu=_rate(facts.tokens_per_iteration, seconds * world),
         tflops_per_gpu=_rate(facts.model_flops_per_iteration / 1e12, seconds * world),
+        samples_per_s=_rate(facts.samples_per_iteration, seconds),
+        timers_ms=dict(evidence.timers_ms),
+        logging_rank=evidence.logging_rank,
         breakdown_ms=timeline.breakdown[timeline.slowest_class] if timeline is not None else _NO_TIME,
         slowest_rank=timeline.slowest_rank if timeline is not None else -1,
         memory=evidence.memory,

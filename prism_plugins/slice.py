@@ -12,8 +12,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from prism_plugins.cache import make_manifest
 from prism_plugins.errors import PrismError
@@ -106,6 +109,7 @@ class Slice:
                 peak_allocated_bytes=stats.peak_allocated_bytes,
                 peak_reserved_bytes=stats.peak_reserved_bytes,
                 allocated_bytes_end=stats.allocated_bytes,
+                timers=timers_of_events(context.iteration_timers, recorded.events),
                 synthesized_reads=sum(stats.synthesized_reads.values()),
             )
         )
@@ -182,6 +186,19 @@ class Slice:
         report.max_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.report = report
         write_json(self.dir.report, report)
+
+
+def timers_of_events(
+    timers: Iterable[tuple[str, int, int]], events: np.ndarray
+) -> tuple[tuple[str, int, int], ...]:
+    """Timers by the ordinals of their EVENT_RECORDs in the iteration; those that began before it are left out."""
+    ids = events["ref"][events["kind"] == EventKind.EVENT_RECORD].tolist()
+    ordinal = {number: i for i, number in enumerate(ids)}
+    return tuple(
+        (name, ordinal[begin], ordinal[end])
+        for name, begin, end in timers
+        if begin in ordinal and end in ordinal
+    )
 
 
 def load_integrations() -> list[Integration]:

@@ -57,6 +57,9 @@ class Context:
         self.findings: list[Finding] = []
         self.files: list[Path] = []
         self.why_not_trained = ""
+        self.iteration_timers: list[tuple[str, int, int]] = []
+        """Of the last recorded iteration; event ids."""
+        self._timers: list[tuple[str, int, int]] = []
         self.log_lines: list[str] = []
         self.patches: list[Patch] = []
         self.iteration: Any = None
@@ -155,6 +158,7 @@ class Context:
 
     def _start(self, *, continues: bool) -> None:
         self._continues = continues
+        self._timers.clear()
         self.recorder.reset_peaks()
         self.recorder.start()
         self._began = time.monotonic()
@@ -170,6 +174,7 @@ class Context:
         self.seconds.append(time.monotonic() - self._began)
         self._began = None
         self.iteration = self.recorder.stop()
+        self.iteration_timers = list(self._timers)
         self.iteration_stats = self.recorder.stats()
         digest = iteration_hash(self.iteration.events)
         self.steady = self._last_digest.get(self._continues) == digest
@@ -204,6 +209,10 @@ class Context:
     def not_trained_yet(self, why: str) -> None:
         """What keeps the script from training so far."""
         self.why_not_trained = why
+
+    def timer(self, name: str, begin: int, end: int) -> None:
+        """One of the framework's own timers measured the time between two recorded CUDA events."""
+        self._timers.append((name, begin, end))
 
     def log_line(self, text: str) -> None:
         """Report one of the framework's own per-iteration log lines, as printed."""

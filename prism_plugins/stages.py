@@ -78,11 +78,32 @@ def check_strict(timeline: Timeline) -> None:
         raise PrismError(f"--prism-strict: {len(timeline.unpriced)} ops have no cost rule: {names}")
 
 
+def logging_rank(reports: Mapping[int, SliceReport]) -> int:
+    """The sliced rank that printed most of the framework's log lines, the last of several; -1 when none did."""
+    rank, report = max(reports.items(), key=lambda item: (len(item[1].log_lines), item[0]))
+    return rank if report.log_lines else -1
+
+
+def timer_spans(
+    programs: JobPrograms, costs: CostModel, timeline: Timeline | None, rank: int, report: SliceReport | None
+) -> dict[str, tuple[float, ...]]:
+    """What the framework's own timers would show on a sliced rank, ms; empty when the job would not run."""
+    if timeline is None or report is None or not report.timers:
+        return {}
+    from prism_plugins.program.infer import program_of
+    from prism_plugins.simulate.clocks import timer_spans_ms
+    from prism_plugins.simulate.engine import op_times
+
+    return timer_spans_ms(
+        program_of(programs, rank), op_times(programs, costs, timeline, rank), report.timers
+    )
+
+
 def rewrite_log(facts: JobFacts, reports: Mapping[int, SliceReport], prediction: Prediction) -> list[str]:
-    """The framework's own log lines at target scale, from the slice that printed them (the last rank first)."""
-    lines = next((r.log_lines for _, r in sorted(reports.items(), reverse=True) if r.log_lines), ())
-    if not lines:
+    """The framework's own log lines at target scale, from the rank that printed them."""
+    if prediction.logging_rank < 0:
         return []
+    lines = reports[prediction.logging_rank].log_lines
     return integration_named(facts.framework).rewrite_log(lines, prediction)
 
 

@@ -106,7 +106,7 @@ def test_strict_names_what_is_not_priced():
     stages.check_strict(types.SimpleNamespace(unpriced={}))
 
 
-def test_the_log_comes_from_the_last_rank_that_printed_one(monkeypatch):
+def test_the_log_comes_from_the_rank_that_printed_most_the_last_of_several(monkeypatch):
     monkeypatch.setattr(
         stages,
         "integration_named",
@@ -116,9 +116,20 @@ def test_the_log_comes_from_the_last_rank_that_printed_one(monkeypatch):
         0: SliceReport(rank=0, status="ok", log_lines=("zero",)),
         3: SliceReport(rank=3, status="ok", log_lines=("three",)),
         2: SliceReport(rank=2, status="ok"),
+        7: SliceReport(rank=7, status="ok", log_lines=("seven", "more")),
     }
-    assert stages.rewrite_log(FACTS, reports, None) == ["megatron", "three"]
-    assert stages.rewrite_log(FACTS, {2: reports[2]}, None) == []
+    assert stages.logging_rank(reports) == 7
+    del reports[7]
+    assert stages.logging_rank(reports) == 3
+    assert stages.logging_rank({2: reports[2]}) == -1
+    prediction = types.SimpleNamespace(logging_rank=3)
+    assert stages.rewrite_log(FACTS, reports, prediction) == ["megatron", "three"]
+    assert stages.rewrite_log(FACTS, reports, types.SimpleNamespace(logging_rank=-1)) == []
+
+
+def test_timers_of_a_job_that_would_not_run_are_not_predicted():
+    report = SliceReport(rank=0, status="ok", timers=(("fwd", 0, 1),))
+    assert stages.timer_spans(job(), None, None, 0, report) == {}
 
 
 def test_integrations_are_found_by_name():

@@ -18,6 +18,7 @@ def job_facts(session: Session, engine: Any) -> JobFacts:
         framework="deepspeed",
         layout=layout,
         stages=_stages(session, engine, layout.pp),
+        samples_per_iteration=int(engine.train_batch_size()),
         stage_headers=layout.pp > 1,
     )
 

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from prism_plugins.integration.hook_table import Hook
-from prism_plugins.integrations.deepspeed import autotp, checks, compat, loops, moe, offload, pipeline
+from prism_plugins.integrations.deepspeed import autotp, checks, compat, log, loops, moe, offload, pipeline
 from prism_plugins.integrations.deepspeed.routed_blocks import route_blocks
 from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.program.model import Phase
@@ -40,6 +40,7 @@ def hook_table() -> list[Hook]:
         *autotp.HOOKS,
         *compat.HOOKS,
         *checks.HOOKS,
+        *log.HOOKS,
     ]
 
 

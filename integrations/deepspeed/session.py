@@ -26,6 +26,7 @@ class Session:
         self._iterations = 0
         self._stepped = False
         self._in_loss_backward = False
+        self._last_span = (0, 0)
 
     def engine_made(self, engine: Any) -> None:
         """``deepspeed.initialize`` made an engine; nothing was trained with it yet."""
@@ -80,6 +81,17 @@ class Session:
         if self._in_loss_backward:
             self._in_loss_backward = False
             self.tracker.end()
+
+    def timer_stopped(self, name: str, begin: int, end: int) -> None:
+        """One of DeepSpeed's timers measured a span between two CUDA events."""
+        self._last_span = (begin, end)
+        if self.iterating:
+            self.context.timer(name, begin, end)
+
+    def timed_call(self, name: str) -> None:
+        """The span measured last is also known by another name."""
+        if self.iterating:
+            self.context.timer(name, *self._last_span)
 
     def training_pauses(self) -> None:
         """The script does something else between two iterations: evaluates, saves."""

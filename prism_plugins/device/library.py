@@ -44,6 +44,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "set_category": (None, (c_void_p, c_int)),
     "resize_storage": (None, (c_void_p, c_size_t)),
     "elapsed_ms": (c_double, (c_void_p, c_void_p)),
+    "event_record": (c_uint32, (c_void_p,)),
     "counters": (None, (POINTER(c_int64),)),
     "tally": (c_size_t, (c_int, c_char_p, c_size_t)),
 }

@@ -89,6 +89,11 @@ class SliceContext(Protocol):
         """What keeps the script from training so far: told if it ends without an iteration. The last one counts."""
         ...
 
+    def timer(self, name: str, begin: int, end: int) -> None:
+        """One of the framework's own timers measured the time between two recorded CUDA events (their ids) of the
+        iteration. The prediction tells what it would show at target scale."""
+        ...
+
     def log_line(self, text: str) -> None:
         """Report one of the framework's own per-iteration log lines, as printed."""
         ...

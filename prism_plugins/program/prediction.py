@@ -99,6 +99,13 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     iteration_time_ms: float
     tokens_per_s_per_gpu: float | None
     tflops_per_gpu: float | None
+    samples_per_s: float | None = None
+    """Of the whole job, where the framework told the batch size."""
+    timers_ms: dict[str, tuple[float, ...]] = {}
+    """What the framework's own timers would show on the rank that prints its log, by name, once per use in an
+    iteration."""
+    logging_rank: int = -1
+    """The rank whose log lines ``predicted.log`` holds; -1 for none."""
     breakdown_ms: Breakdown
     slowest_rank: int
     memory: tuple[ClassMemory, ...]

@@ -103,6 +103,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     stage_headers: bool = False
     """A stage tells the next one shapes of what it will send: a slice needs the journal of the stage before it."""
     tokens_per_iteration: int = 0
+    samples_per_iteration: int = 0
     model_flops_per_iteration: float = 0.0
     """Of the whole job, by the framework's own formula where it has one."""
 
@@ -138,6 +139,9 @@ class SliceReport(msgspec.Struct, kw_only=True):
     assumptions: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     """What the integration found wrong or doubtful about the job."""
+    timers: tuple[tuple[str, int, int], ...] = ()
+    """Spans that the framework's own timers measured in the last iteration: (name, ordinal of the EVENT_RECORD that
+    begins it, of the one that ends it)."""
     log_lines: tuple[str, ...] = ()
     """The framework's own per-iteration log lines, as printed."""
     cached: bool = False

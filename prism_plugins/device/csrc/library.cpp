@@ -126,6 +126,8 @@ double prism_elapsed_ms(const void* from, const void* to) {
                              static_cast<const DeviceEvent*>(from)->time_ns) *
          1e-6;
 }
+// Id of an event's last record: the ref of its kEventRecord.
+uint32_t prism_event_record(const void* event) { return static_cast<const DeviceEvent*>(event)->id; }
 
 // ops, computed, cache hits, cache misses, cache size, delayed reuse, timed records, median ns of them.
 void prism_counters(int64_t* out) {
