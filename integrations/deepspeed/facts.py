@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from prism_plugins.integrations.deepspeed.layout import make_layout
 from prism_plugins.integrations.deepspeed.pipeline import stage_schedules
 from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.integrations.deepspeed.stages import stage_contents
+from prism_plugins.integrations.deepspeed.work import flops_per_token, tokens_of_batch, tokens_of_iteration
 from prism_plugins.program.slices import JobFacts, StageInfo
 
 
@@ -20,6 +23,17 @@ def job_facts(session: Session, engine: Any) -> JobFacts:
         stages=_stages(session, engine, layout.pp),
         samples_per_iteration=int(engine.train_batch_size()),
         stage_headers=layout.pp > 1,
+    )
+
+
+def with_work(facts: JobFacts, model: Any, inputs: Any) -> JobFacts:
+    """The facts with the tokens and model FLOPs of an iteration, from the inputs of a micro-batch. FLOPs stay unknown
+    with a pipeline, of whose model a rank holds a part."""
+    layout = facts.layout
+    tokens = tokens_of_iteration(layout, tokens_of_batch(inputs))
+    flops = flops_per_token(model, tp=layout.tp) if layout.pp == 1 else 0.0
+    return msgspec.structs.replace(
+        facts, tokens_per_iteration=tokens, model_flops_per_iteration=flops * tokens
     )
 
 

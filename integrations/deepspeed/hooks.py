@@ -74,6 +74,7 @@ def _forward(session: Session, original: Any, module: ModuleType) -> Any:
             session.training_pauses()
             return original(self, *args, **kwargs)
         session.training_begins(self)
+        session.batch_seen(self, [kwargs, args])
         session.next_microbatch()
         phase = Phase(
             kind="forward", microbatch=session.microbatch, parts=session.tracker.parts(("forward",))

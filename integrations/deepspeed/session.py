@@ -25,6 +25,7 @@ class Session:
         self.tracker = PhaseTracker(_WhileIterating(self))
         self._iterations = 0
         self._stepped = False
+        self._work_told = False
         self._in_loss_backward = False
         self._last_span = (0, 0)
 
@@ -56,6 +57,16 @@ class Session:
         elif self._stepped:
             self._stepped = False
             self.context.stop_if_enough()
+
+    def batch_seen(self, engine: Any, inputs: Any) -> None:
+        """A micro-batch of a training iteration; the first one tells the work of an iteration."""
+        facts = self.context.facts
+        if self._work_told or facts is None:
+            return
+        self._work_told = True
+        from prism_plugins.integrations.deepspeed.facts import with_work
+
+        self.context.set_facts(with_work(facts, engine.module, inputs))
 
     def optimizer_stepped(self) -> None:
         """The optimizer step of an iteration ended, and with it the iteration."""
