@@ -201,11 +201,27 @@ def _unsteady(reports: dict[int, SliceReport]) -> list[Finding]:
     ]
 
 
+def _overlap(timeline: Timeline | None) -> list[str]:
+    """What overlap costs, where it costs something."""
+    lines = []
+    if timeline is not None and timeline.slowdown_ns:
+        lines.append(
+            f"kernels beside collectives last up to {timeline.slowdown_ns / 1e6:.1f} ms longer an iteration: each NCCL channel "
+            "holds an SM and HBM is shared; modelled, not measured"
+        )
+    if timeline is not None and timeline.crowding_ns:
+        lines.append(
+            f"concurrent transfers on one link share it fairly: up to {timeline.crowding_ns / 1e6:.1f} ms longer an iteration"
+        )
+    return lines
+
+
 def _assumptions(evidence: Evidence) -> tuple[str, ...]:
     """In order, once each: of the slices, of the inference, of the cost model."""
     lines: Sequence[str] = [
         *(line for _, report in sorted(evidence.reports.items()) for line in report.assumptions),
         *evidence.assumptions,
         *evidence.costs.assumptions(),
+        *_overlap(evidence.timeline),
     ]
     return tuple(dict.fromkeys(lines))

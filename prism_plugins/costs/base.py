@@ -23,6 +23,20 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     flops: float = 0.0
     bytes: float = 0.0
     """Device-memory traffic (compute) or bytes on the wire of the busiest link (communication)."""
+    channels: int = 0
+    """Of a collective: NCCL channels, each of which holds an SM."""
+    link: str = ""
+    """Of a collective: the link that limits it, ``gpu`` (NVLink, PCIe) or ``nic``."""
+    link_share: float = 0.0
+    """Share of that link's rate that it takes on average; two at once that ask for more than 1 slow each other down."""
+
+
+class Interference(msgspec.Struct, frozen=True, kw_only=True):
+    """What compute and collectives share on one GPU."""
+
+    num_sms: int
+    hbm_bytes_per_s: float
+    """What HBM gives to all together, bytes/s."""
 
 
 class CostModel(Protocol):
@@ -30,6 +44,8 @@ class CostModel(Protocol):
 
     name: str
     """For reports: model, cluster, version of the data behind it."""
+    interference: Interference | None
+    """None: collectives and compute do not slow each other down."""
 
     def price_op(self, signature: OpSignature) -> Price:
         """Price a device op. Never raises for an unknown op: provenance is then ``unpriced`` and the duration a

@@ -14,6 +14,7 @@ import functools
 from prism_plugins.costs.base import Price
 from prism_plugins.costs.cluster import Cluster
 from prism_plugins.costs.nccl.settings import NcclSettings
+from prism_plugins.costs.nccl.tables import P2P_CHANNELS
 from prism_plugins.costs.nccl.topology import Links, Placement
 from prism_plugins.costs.nccl.tuner import COLLECTIVES, Tuner, ramped
 from prism_plugins.program.model import DTYPE_BYTES, CommSignature
@@ -22,6 +23,7 @@ P2P_EFFICIENCY = 0.875
 """One direction, of the NVLink data-sheet rate: 390 of 450 GB/s between two H200s, 396 by plain copies."""
 P2P_LATENCY_US = 10.0
 P2P_RAMP_US = 2.5
+P2P_CHANNEL_BYTES = 64 << 10
 P2P_NET_HOP_US = 14.0
 """``hwLatencies`` NET, Simple."""
 ALL_TO_ALL_RAMP_US = 40.0
@@ -48,6 +50,7 @@ class CollectiveModel:
         nbytes = float(comm.nbytes)
         kind = comm.kind
         provenance = "modelled"
+        channels = 0
         if place.size <= 1:
             # NCCL's single-rank kernel copies only out of place; torch's reductions and broadcasts are in place.
             copied = (
@@ -56,8 +59,10 @@ class CollectiveModel:
             us, rule = self._local_copy_us(copied), "local"
         elif kind in ("send", "recv"):
             us, rule = self.p2p_us(nbytes, across=place.num_nodes > 1), "p2p"
+            channels = self._p2p_channels(nbytes, peers=1, across=place.num_nodes > 1)
         elif kind == "all_to_all":
             us, rule = self._all_to_all_us(comm, ranks, rank, place), "all_to_all"
+            channels = self._p2p_channels(nbytes, peers=place.size - 1, across=place.num_nodes > 1)
         elif kind in ("gather", "scatter"):
             us = self.p2p_us(nbytes * (place.size - 1) / place.size, across=place.num_nodes > 1)
             rule = "fan"
@@ -67,15 +72,19 @@ class CollectiveModel:
             elif kind not in COLLECTIVES:
                 kind, provenance = "all_reduce", "unpriced"
             choice = self.tuner.choose(kind, nbytes, place)
-            us, rule = choice.microseconds, choice.name
+            us, rule, channels = choice.microseconds, choice.name, choice.channels
             if provenance == "unpriced":
                 rule = f"unknown {comm.kind}"
+        wire = nbytes * bus_factor(kind, place.size)
         return Price(
             duration_ns=us * 1e3,
             rule=f"nccl/{rule}",
             provenance=provenance,
             host_ns=self.cluster.host.comm_us * 1e3,
-            bytes=nbytes * bus_factor(kind, place.size),
+            bytes=wire,
+            channels=channels,
+            link="nic" if place.num_nodes > 1 else "gpu",
+            link_share=self._link_share(kind, wire, us, place),
         )
 
     def assumptions(self) -> tuple[str, ...]:
@@ -105,6 +114,19 @@ class CollectiveModel:
             return latency + ramped(kilobytes / min(self.links.nic, self.links.gpu), P2P_RAMP_US)
         rate = self.links.raw_gpu * P2P_EFFICIENCY if self.links.intra == "nvlink" else self.links.gpu
         return P2P_LATENCY_US + ramped(kilobytes / rate, P2P_RAMP_US)
+
+    def _link_share(self, kind: str, wire: float, us: float, place: Placement) -> float:
+        rate = self.links.gpu
+        if place.num_nodes > 1:
+            rate = self.links.nic * (place.per_node if kind in COLLECTIVES else 1)
+        directions = 0.5 if kind in ("send", "recv") else 1.0  # a message leaves the other direction free
+        return min(1.0, directions * wire / 1e3 / us / rate) if place.size > 1 else 0.0
+
+    def _p2p_channels(self, nbytes: float, *, peers: int, across: bool) -> int:
+        """A channel for every 64 KiB of a message, two at most for a peer behind a NIC (NCCL_NCHANNELS_PER_NET_PEER)."""
+        per_peer = 2 if across else P2P_CHANNELS
+        wanted = peers * min(per_peer, max(1, int(nbytes / max(peers, 1) // P2P_CHANNEL_BYTES)))
+        return self.settings.clamp_channels(min(P2P_CHANNELS, wanted))
 
     def _local_copy_us(self, nbytes: float) -> float:
         return 5.0 + 2 * nbytes / (0.8 * self.cluster.gpu.hbm_bytes_per_s) * 1e6

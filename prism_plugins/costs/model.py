@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from prism_plugins.costs.base import CostModel, Price
+from prism_plugins.costs.base import CostModel, Interference, Price
 from prism_plugins.costs.cluster import Cluster
 from prism_plugins.costs.collectives import CollectiveModel
 from prism_plugins.costs.nccl.settings import NcclSettings
 from prism_plugins.costs.roofline import Roofline
 from prism_plugins.program.model import CommSignature, OpSignature
+
+HBM_SHARED = 0.92
+"""Of the data-sheet bandwidth: what the fastest streaming kernels reach on an H200 (costs/efficiency.py)."""
 
 
 def build_cost_model(cluster: Cluster, *, nccl: NcclSettings | None = None) -> CostModel:
@@ -21,6 +24,9 @@ class ModelledCosts:
     def __init__(self, cluster: Cluster, *, nccl: NcclSettings | None = None) -> None:
         self.cluster = cluster
         self.name = f"roofline + NCCL model on {cluster.name}"
+        self.interference = Interference(
+            num_sms=cluster.gpu.num_sms, hbm_bytes_per_s=HBM_SHARED * cluster.gpu.hbm_bytes_per_s
+        )
         self._roofline = Roofline(cluster)
         self._collectives = CollectiveModel(cluster, nccl)
         self._op_prices: dict[tuple, Price] = {}

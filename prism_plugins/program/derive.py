@@ -374,7 +374,7 @@ def _from_before(
     made, first = np.unique(events[column][made_at].astype(np.int64), return_index=True)
     needed_at = np.flatnonzero(events["kind"] == needs)
     needed = events["ref"][needed_at].astype(np.int64)
-    if makes == EventKind.ALLOC and (len(made) != len(made_at) or len(np.unique(needed)) != len(needed)):
+    if makes == EventKind.ALLOC and (len(made) != len(made_at) or len(_distinct(needed)) != len(needed)):
         raise CannotDeriveError(f"the derived program makes or releases an {what} twice")
     where = np.searchsorted(made, needed)
     known = np.zeros(len(needed), dtype=bool)
@@ -382,10 +382,16 @@ def _from_before(
         known = made[np.minimum(where, len(made) - 1)] == needed
     if np.any(made_at[first[where[known]]] > needed_at[known]):
         raise CannotDeriveError(f"the derived program needs an {what} before it is made")
-    return np.unique(needed[~known])
+    return _distinct(needed[~known])
+
+
+def _distinct(values: np.ndarray) -> np.ndarray:
+    """Sorted distinct values. By sorting: the hash table of ``np.unique`` takes ten times as long on these columns."""
+    values = np.sort(values)
+    return values[np.append(True, values[1:] != values[:-1])] if len(values) else values
 
 
 def _live_at_end(events: np.ndarray) -> np.ndarray:
     made = events["ref"][events["kind"] == EventKind.ALLOC]
     freed = events["ref"][events["kind"] == EventKind.FREE]
-    return np.setdiff1d(made, freed)
+    return np.setdiff1d(_distinct(made), _distinct(freed), assume_unique=True)

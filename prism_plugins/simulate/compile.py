@@ -58,6 +58,15 @@ class StreamItems(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute event indices of the stream's kernels."""
     first_kernel: np.ndarray
     """Per item: position in ``kernels`` where its run begins."""
+    scale: np.ndarray | None = None
+    """Per item: how much longer the kernels of its run last than priced, where something slows them down."""
+
+    def durations(self, op_ns: np.ndarray, refs: np.ndarray) -> np.ndarray:
+        """Durations of the kernels, ns; ``refs`` is the column of the program's events."""
+        durations = op_ns[refs[self.kernels]]
+        if self.scale is None:
+            return durations
+        return durations * np.repeat(self.scale, np.diff(np.append(self.first_kernel, len(durations))))
 
 
 class CommOps(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,6 +284,32 @@ def _with_host_syncs(
     return at[order], code[order], arg[order]
 
 
+def recut(stretch: Stretch, items: StreamItems, scale: np.ndarray) -> StreamItems:
+    """The same items with the kernels of each run lasting ``scale`` times as priced, shape (num_items,)."""
+    scaled = msgspec.structs.replace(items, scale=scale)
+    durations = scaled.durations(stretch.prices.op_ns, stretch.program.events["ref"])
+    run_ns, issue_ns = _run_numbers(
+        durations,
+        stretch.host_end_ns[items.kernels - stretch.lo],
+        items.first_kernel,
+        np.append(items.first_kernel[1:], len(durations)),
+    )
+    return msgspec.structs.replace(scaled, run_ns=run_ns, issue_ns=issue_ns)
+
+
+def _run_numbers(
+    durations: np.ndarray, issued: np.ndarray, start: np.ndarray, stop: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """D and C of the runs ``[start, stop)`` of kernels."""
+    before = np.zeros(len(durations) + 1)
+    np.cumsum(durations, out=before[1:])
+    issue = np.full(len(start), NEVER)
+    filled = np.flatnonzero(stop > start)
+    if len(filled):
+        issue[filled] = np.maximum.reduceat(issued - before[:-1], start[filled]) + before[stop[filled]]
+    return before[stop] - before[start], issue
+
+
 def _stream_items(
     stream: int,
     actions: tuple[np.ndarray, np.ndarray, np.ndarray],
@@ -286,21 +321,16 @@ def _stream_items(
     """Cut a stream's kernels (positions, durations, host issue offsets) into runs between its actions (positions, the
     last being the end of the stretch; codes; arguments)."""
     at, code, arg = actions
-    before = np.zeros(len(kernels) + 1)
-    np.cumsum(durations, out=before[1:])
     stop = np.searchsorted(kernels, at)
     start = np.concatenate(([0], stop[:-1]))
-    issue = np.full(len(at), NEVER)
-    filled = np.flatnonzero(stop > start)
-    if len(filled):
-        issue[filled] = np.maximum.reduceat(issued - before[:-1], start[filled]) + before[stop[filled]]
+    run_ns, issue_ns = _run_numbers(durations, issued, start, stop)
     return StreamItems(
         stream=stream,
         code=np.append(code, int(Code.END)),
         arg=np.append(arg, 0),
         event=at + lo,
-        run_ns=before[stop] - before[start],
-        issue_ns=issue,
+        run_ns=run_ns,
+        issue_ns=issue_ns,
         kernels=kernels + lo,
         first_kernel=start,
     )

@@ -12,8 +12,9 @@ and the fault says who waits for whom.
 Ranks with equal times are one cell (:mod:`.quotient`). Data-parallel ranks whose optimizer shards differ run the same
 events up to their optimizer: up to there they are one cell, from there on one per shard (:mod:`.fork`).
 
-Limits: the host never waits for room in the launch queue; kernels of different streams do not slow each other down;
-a collective does not slow compute down.
+Collectives and the compute beside them slow each other down (:mod:`.interference`), in a second pass.
+
+Limits: the host never waits for room in the launch queue; kernels of different streams do not slow each other down.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from prism_plugins.costs.base import CostModel
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.model import EventKind
 from prism_plugins.program.prediction import Breakdown
+from prism_plugins.simulate import interference
 from prism_plugins.simulate.compile import compile_stretch
 from prism_plugins.simulate.expand import break_down, expand_unit, join
 from prism_plugins.simulate.faults import SimulationFault
@@ -84,6 +86,7 @@ class Simulation:
             self._quotient, self._leaves = coarse, self._link(coarse)
         self._machine = Machine(self._layers, self._units)
         self._run()
+        self._interfere()
         self.timeline = self._summarise(began)
         Simulation.last = self
 
@@ -145,6 +148,20 @@ class Simulation:
         if not self._machine.run():
             raise self._hang()
 
+    def _interfere(self) -> None:
+        """Simulate once more with what overlapping compute and collectives cost each other."""
+        self._slowdown = interference.Slowdown()
+        model = getattr(self.costs, "interference", None)
+        if model is None:
+            return
+        total = max(self._machine.finish_ns(leaf) for leaf in self._leaves)
+        self._slowdown = interference.apply(self._units, self._machine, model, total)
+        if self._slowdown:
+            for unit in self._units:
+                unit.forget()
+            self._machine = Machine(self._layers, self._units)
+            self._run()
+
     def _hang(self) -> SimulationFault:
         """Name the earliest rendezvous that somebody came to and somebody did not, and where that one stands."""
         unit_of = {(id(unit.layer), unit.cell.index): unit for unit in self._units}
@@ -199,6 +216,8 @@ class Simulation:
             slowest_rank=int(leaf.cell.ranks[0]) if leaf is not None else 0,
             breakdown=breakdown,
             unpriced=self._unpriced(),
+            slowdown_ns=self._slowdown.kernels_ns,
+            crowding_ns=self._slowdown.transfers_ns,
             seconds=time.perf_counter() - began,
         )
 

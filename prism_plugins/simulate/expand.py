@@ -100,8 +100,7 @@ def join(parts: list[OpTimes]) -> OpTimes:
 def stream_times(unit: Unit, items: StreamItems, machine: Machine) -> StreamTimes:
     """Times of a stream's kernels and items."""
     stretch = unit.stretch
-    ref = stretch.program.events["ref"]
-    durations = stretch.prices.op_ns[ref[items.kernels]]
+    durations = items.durations(stretch.prices.op_ns, stretch.program.events["ref"])
     before = np.zeros(len(durations) + 1)
     np.cumsum(durations, out=before[1:])
     bases = np.array(machine.bases(unit))

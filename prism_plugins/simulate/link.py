@@ -61,6 +61,8 @@ class Layer:
         self.num_slots = int(counts.sum())
         self.linked = [self._place(row, stretch) for row, stretch in zip(rows, stretches, strict=True)]
         self.duration_ns = self._durations(rows)
+        self.undisturbed_ns = self.duration_ns.copy()
+        """As priced; ``duration_ns`` may be longer where compute slows a transfer down."""
         expected = [
             len(quotient.members[channel[0]]) if len(channel) == 1 else 2 for channel in self.channels
         ]

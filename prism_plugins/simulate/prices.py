@@ -10,6 +10,10 @@ from prism_plugins.program.model import CommSignature, EventKind, GroupInfo, Pro
 
 HOST_NS_PER_WAIT = 1_500.0
 """Host time of Work.wait, an event record or an event wait: a CUDA runtime call under a thin Python wrapper."""
+_HBM_PASSES = {"all_reduce": 3.0, "reduce_scatter": 3.0, "reduce": 3.0}
+"""HBM accesses for each byte on the wire: what goes out is read and what comes in written; a reduction reads what it adds to."""
+_ARITHMETIC_FLOPS_PER_BYTE = 100.0
+"""From here on arithmetic bounds an op: half the ridge of current GPUs in bf16 (H100 295, H200 206, A100 153, B200 281)."""
 
 
 class ProgramPrices(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +29,16 @@ class ProgramPrices(msgspec.Struct, frozen=True, kw_only=True):
     """float64 over ``comms``."""
     comm_host_ns: np.ndarray
     comm_unpriced: np.ndarray
+    op_bytes: np.ndarray
+    """HBM traffic, bytes."""
+    op_arithmetic: np.ndarray
+    """bool over ``signatures``: bound by arithmetic rather than by HBM."""
+    comm_channels: np.ndarray
+    """SMs that each call holds."""
+    comm_hbm_rate: np.ndarray
+    """HBM traffic of each call while it transfers, bytes/ns."""
+    comm_share: dict[str, np.ndarray]
+    """Link → share of its rate that each call takes, 0 for calls that another link limits."""
 
 
 class Pricer:
@@ -37,7 +51,7 @@ class Pricer:
 
     def price(self, program: Program) -> ProgramPrices:
         """Price every distinct op and call of a program."""
-        op_ns, op_host_ns, op_launches, op_unpriced = self._op_table(program)
+        op_ns, op_host_ns, op_launches, op_unpriced, op_bytes, op_arithmetic = self._op_table(program)
         used = set(used_comms(program).tolist())
         comm = [self.price_comm(program, c) if i in used else _UNUSED for i, c in enumerate(program.comms)]
         return ProgramPrices(
@@ -48,6 +62,18 @@ class Pricer:
             comm_ns=np.array([p.duration_ns for p in comm]),
             comm_host_ns=np.array([p.host_ns for p in comm]),
             comm_unpriced=np.array([p.provenance == "unpriced" for p in comm], dtype=bool),
+            op_bytes=op_bytes,
+            op_arithmetic=op_arithmetic,
+            comm_channels=np.array([p.channels for p in comm]),
+            comm_hbm_rate=np.array(
+                [
+                    _HBM_PASSES.get(c.kind, 2.0) * p.bytes / max(p.duration_ns, 1.0)
+                    for c, p in zip(program.comms, comm, strict=True)
+                ]
+            ),
+            comm_share={
+                link: np.array([p.link_share * (p.link == link) for p in comm]) for link in ("gpu", "nic")
+            },
         )
 
     def price_comm(self, program: Program, comm: CommSignature) -> Price:
@@ -65,6 +91,8 @@ class Pricer:
                 np.array([p.host_ns for p in prices]),
                 np.array([p.provenance != "free" for p in prices], dtype=bool),
                 np.array([p.provenance == "unpriced" for p in prices], dtype=bool),
+                np.array([p.bytes for p in prices]),
+                np.array([p.flops > _ARITHMETIC_FLOPS_PER_BYTE * p.bytes for p in prices], dtype=bool),
             )
             entry = self._tables[id(program.signatures)] = (program.signatures, arrays)
         return entry[1]

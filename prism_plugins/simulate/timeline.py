@@ -42,3 +42,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Op name → occurrences over the exemplars of all classes."""
     seconds: float
     """Wall time of the simulation itself."""
+    slowdown_ns: float = 0.0
+    """By how much kernels last longer for the collectives beside them, on the cell where it is most."""
+    crowding_ns: float = 0.0
+    """The same of transfers for others on their link."""

@@ -37,6 +37,16 @@ class Unit:
         self.base_slot: int = -1
         """The host's base at the end of the stretch."""
 
+    def restretch(self, stretch: Stretch) -> None:
+        """Take another version of the same stretch, with other durations."""
+        self.stretch = self.layer.stretches[self.cell.index] = stretch
+
+    def forget(self) -> None:
+        """Drop what a machine set."""
+        self.op_slot = self.linked.first_slot
+        for table in (self.lane_last, self.event_slot, self.mark_slot, self.end_slot):
+            table.clear()
+
     def chain(self) -> list[Unit]:
         """This unit behind those it continues, oldest first."""
         return [*(self.parent.chain() if self.parent else ()), self]
