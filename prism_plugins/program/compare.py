@@ -73,6 +73,8 @@ def _rows(program: Program, tables: _Tables) -> np.ndarray:
     rows = np.zeros(len(events), dtype=_ROW)
     for column in ("kind", "flags", "stream"):
         rows[column] = events[column]
+    # Whether a value that is read back was computed is prism's matter, not the job's.
+    rows["flags"] &= np.uint8(0xFF ^ EventFlag.SYNTHESIZED)
     for kind, keys in (
         (EventKind.KERNEL, [_op_key(s) for s in program.signatures]),
         (EventKind.COMM, [_comm_key(program, i) for i in range(len(program.comms))]),

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from prism_plugins.program.compare import compare_programs
-from prism_plugins.program.model import EVENT_DTYPE, Allocation, EventKind
+from prism_plugins.program.model import EVENT_DTYPE, Allocation, EventFlag, EventKind
 from tests.program.pipeline_model import make_program
 
 
@@ -21,6 +21,15 @@ def test_equal_but_for_ids_and_table_order():
     kernels = right.events["kind"] == EventKind.KERNEL
     right.events["ref"][kernels] = len(right.signatures) - 1 - right.events["ref"][kernels]
     right.groups = [msgspec.structs.replace(g, name="other") for g in right.groups]
+    assert compare_programs(left, right) is None
+
+
+def test_whether_a_value_was_computed_makes_no_difference():
+    left, right = program(), program()
+    sync = np.array([(EventKind.STREAM_SYNC, 0, 0, 0, 0)], dtype=EVENT_DTYPE)
+    for one, flag in ((left, 0), (right, EventFlag.SYNTHESIZED)):
+        sync["flags"] = flag
+        one.events = np.concatenate([one.events, sync])
     assert compare_programs(left, right) is None
 
 
