@@ -3,7 +3,7 @@
 # MEGATRON_LM=PATH adds the tests that launch the unmodified pretrain_gpt.py of a Megatron-LM checkout (core_r0.16.0).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/setup_env.sh megatron dev report
+scripts/setup_env.sh megatron deepspeed huggingface dev report
 export PATH="$(realpath "${PRISM_VENV:-.venv}")/bin:$PATH"
 ruff check .
 ruff format --check .
