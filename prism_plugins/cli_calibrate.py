@@ -14,15 +14,18 @@ from prism_plugins.costs.calibration import (
     write_calibration,
 )
 from prism_plugins.costs.families import family_of
+from prism_plugins.costs.nccl.measured import KINDS
 from prism_plugins.errors import PrismError
 from prism_plugins.streams import visible
 
 _EPILOG = """\
 examples, on a machine with a GPU:
   prism calibrate --grid --out h200.json              what transformers are made of, about 4 minutes
+  prism calibrate --collectives --out nccl.json       NCCL between all GPUs of this machine
   prism calibrate --from prism_out/RUN --out my.json  exactly the ops of an emulated run, in its own mix
 and anywhere:
   prism calibrate --export-signatures prism_out/RUN --out sigs.json   then `--from sigs.json` where the GPU is
+  prism calibrate --nccl-tests all_reduce.txt --out nccl.json         what all_reduce_perf printed
   prism calibrate show h200.json
   prism calibrate merge h200.json my.json --out both.json
   prism calibrate diff h200.json my.json
@@ -50,6 +53,17 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "--export-signatures", metavar="RUN", action="append", default=[],
         help="only write the list of a run's ops; may be repeated",
     )  # fmt: skip
+    parser.add_argument(
+        "--collectives", action="store_true", help="measure NCCL between all GPUs of this machine (torchrun)"
+    )
+    parser.add_argument(
+        "--nccl-tests", metavar="OUTPUT", action="append", default=[],
+        help="take the times that a program of nccl-tests printed; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--collective", metavar="KIND", default="", choices=("", *KINDS),
+        help="what --nccl-tests measured, where the output does not name the program",
+    )  # fmt: skip
     parser.add_argument("--out", metavar="FILE", type=Path, help="file to write")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--budget-s", type=float, default=3600.0, help="stop measuring after this long")
@@ -65,33 +79,57 @@ def run(arguments: argparse.Namespace) -> int:
         raise PrismError("prism calibrate: say where to write: --out FILE (or: prism calibrate show FILE)")
     if arguments.export_signatures:
         return _export(arguments)
-    if not arguments.grid and not arguments.sources:
-        raise PrismError("prism calibrate: say what to measure: --grid, --from RUN, or both")
+    if not (arguments.grid or arguments.sources or arguments.collectives or arguments.nccl_tests):
+        raise PrismError(
+            "prism calibrate: say what to measure: --grid, --from RUN, --collectives, or what to read: --nccl-tests OUTPUT"
+        )
     return _measure(arguments)
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    from prism_plugins.calibration.grid import make_grid
-    from prism_plugins.calibration.run import calibrate
-
+    calibrations = collective_calibrations(arguments)
     lists = []
     if arguments.grid:
+        from prism_plugins.calibration.grid import make_grid
+
         lists.append(make_grid(small=arguments.device == "cpu"))
     if arguments.sources:
         from prism_plugins.calibration.signatures import join
 
         lists.append(join([_signatures(source) for source in arguments.sources]))
-    calibration = calibrate(
-        lists,
-        device=arguments.device,
-        host=not arguments.no_host,
-        budget_s=arguments.budget_s,
-        say=lambda line: print(visible(line), flush=True),
-    )
-    calibration = merge([calibration])
+    if lists:
+        from prism_plugins.calibration.run import calibrate
+
+        measured = calibrate(
+            lists,
+            device=arguments.device,
+            host=not arguments.no_host,
+            budget_s=arguments.budget_s,
+            say=lambda line: print(visible(line), flush=True),
+        )
+        calibrations.append(measured)
+    calibration = merge(calibrations)
     write_calibration(calibration, arguments.out)
-    print(f"{len(calibration.figures)} ops measured, written to {visible(str(arguments.out))}")
+    counts = f"{len(calibration.figures)} ops and {len(calibration.collectives)} collectives"
+    print(f"{counts} measured, written to {visible(str(arguments.out))}")
     return 0
+
+
+def collective_calibrations(arguments: argparse.Namespace) -> list[Calibration]:
+    """What ``--collectives`` measures and ``--nccl-tests`` reads."""
+    import datetime
+
+    from prism_plugins.costs.nccl.nccl_tests import read_nccl_tests
+
+    date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    found = [read_nccl_tests(path, kind=arguments.collective) for path in arguments.nccl_tests]
+    calibrations = [Calibration(gpu=tests.gpu, date=date, collectives=tests.points) for tests in found]
+    if arguments.collectives:
+        from prism_plugins.calibration.collectives import measure_collectives
+
+        gpu, points = measure_collectives(device=arguments.device, budget_s=arguments.budget_s)
+        calibrations.append(Calibration(gpu=gpu, date=date, collectives=points))
+    return calibrations
 
 
 def _signatures(source: str):
@@ -161,6 +199,11 @@ def show(calibration: Calibration) -> list[str]:
         error = c.errors.get(family)
         known = f"{error.median:6.1%} {error.p95:6.1%} ({error.count})" if error else "-"
         lines.append(f"{family:26} {count:7}  {known}")
+    by_call: dict[tuple[str, int], list[int]] = {}
+    for point in c.collectives:
+        by_call.setdefault((point.kind, point.gpus), []).append(point.nbytes)
+    for (kind, gpus), sizes in sorted(by_call.items()):
+        lines.append(f"{kind} of {gpus} GPUs: {len(sizes)} sizes, {min(sizes):,} to {max(sizes):,} bytes")
     for reason, count in sorted(c.not_measured.items(), key=lambda item: -item[1]):
         lines.append(f"not measured: {count} x {reason}")
     return lines

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from prism_plugins.costs.nccl.measured import CollectivePoint, merge_points, problem_of
 from prism_plugins.errors import FileFormatError, PrismError
 from prism_plugins.program.model import DTYPE_BYTES, OpSignature
 
@@ -107,6 +108,7 @@ class Calibration(msgspec.Struct, kw_only=True):
     power: PowerModel | None = None
     host: HostCosts | None = None
     figures: list[Figure] = []
+    collectives: list[CollectivePoint] = []
     not_measured: dict[str, int] = {}
     """Why signatures could not be measured, and how many."""
     errors: dict[str, FamilyError] = {}
@@ -206,6 +208,7 @@ def merge(calibrations: Sequence[Calibration]) -> Calibration:
     return msgspec.structs.replace(
         last,
         figures=list(figures.values()),
+        collectives=merge_points(c.collectives for c in calibrations),
         clock_range_mhz=(min((x for x in lows if x > 0), default=0.0), max(highs)),
         power=next((c.power for c in reversed(calibrations) if c.power), None),
         host=next((c.host for c in reversed(calibrations) if c.host), None),
@@ -222,6 +225,9 @@ def _check(calibration: Calibration, source: str) -> None:
             raise FileFormatError(f"calibration {source}: {what}")
 
     require(bool(calibration.gpu), "it does not say which GPU was measured")
+    for point in calibration.collectives:
+        problem = problem_of(point)
+        require(not problem, problem)
     for figure in calibration.figures:
         s = figure.signature
         require(0 < figure.us < _MAX_US, f"{s.op[:60]} takes {figure.us} us")

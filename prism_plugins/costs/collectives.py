@@ -10,9 +10,11 @@ Limits: no congestion between different kinds of traffic, no rail crossing, no i
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from prism_plugins.costs.base import Price
 from prism_plugins.costs.cluster import Cluster
+from prism_plugins.costs.nccl.measured import CollectivePoint, Corrections
 from prism_plugins.costs.nccl.settings import NcclSettings
 from prism_plugins.costs.nccl.tables import P2P_CHANNELS
 from prism_plugins.costs.nccl.topology import Links, Placement
@@ -33,59 +35,86 @@ ALL_TO_ALL_NIC_EFFICIENCY = 0.97
 """Across nodes an even all_to_all takes as long as if all its bytes left the node (NCCL's rounds of peers do not overlap
 what stays with what leaves): 0.90-0.95 of line rate on 4-16 nodes (SimAI), 48 of 50 GB/s on 32 H100s (NVIDIA, GTC 2025)."""
 
+_PAIRWISE = ("p2p", "all_to_all", "gather", "scatter")
+
 
 class CollectiveModel:
     """Prices communication on one cluster."""
 
-    def __init__(self, cluster: Cluster, settings: NcclSettings | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: NcclSettings | None = None,
+        measured: Sequence[CollectivePoint] = (),
+    ) -> None:
         self.cluster = cluster
         self.settings = settings or NcclSettings()
         self.links = Links(cluster)
         self.tuner = Tuner(self.links, self.settings)
+        self._measured = {p.kind for p in measured}
+        self._corrections = Corrections(measured, self.modelled_us)
         self.placement = functools.lru_cache(maxsize=4096)(self.links.place)
 
     def price(self, comm: CommSignature, ranks: tuple[int, ...], rank: int) -> Price:
         """Price one call from the moment the last member arrived. For send/recv ``ranks`` is (sender, receiver)."""
         place = self.placement(ranks)
-        nbytes = float(comm.nbytes)
-        kind = comm.kind
-        provenance = "modelled"
-        channels = 0
+        kind, nbytes = comm.kind, float(comm.nbytes)
         if place.size <= 1:
-            # NCCL's single-rank kernel copies only out of place; torch's reductions and broadcasts are in place.
-            copied = (
-                nbytes if kind in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter") else 0.0
-            )
-            us, rule = self._local_copy_us(copied), "local"
-        elif kind in ("send", "recv"):
-            us, rule = self.p2p_us(nbytes, across=place.num_nodes > 1), "p2p"
-            channels = self._p2p_channels(nbytes, peers=1, across=place.num_nodes > 1)
-        elif kind == "all_to_all":
-            us, rule = self._all_to_all_us(comm, ranks, rank, place), "all_to_all"
-            channels = self._p2p_channels(nbytes, peers=place.size - 1, across=place.num_nodes > 1)
-        elif kind in ("gather", "scatter"):
-            us = self.p2p_us(nbytes * (place.size - 1) / place.size, across=place.num_nodes > 1)
-            rule = "fan"
+            return self._alone(kind, nbytes)
+        name = {"send": "p2p", "recv": "p2p", "barrier": "all_reduce"}.get(kind, kind)
+        if kind == "barrier":
+            nbytes = 4.0  # torch's barrier reduces one element
+        known = name in COLLECTIVES or name in _PAIRWISE
+        if name == "all_to_all" and (comm.send_splits or comm.recv_splits):
+            us, rule, channels = self._exchange(*self._busiest(comm, ranks, rank, place), place)
         else:
-            if kind == "barrier":
-                kind, nbytes = "all_reduce", 4.0  # torch's barrier reduces one element
-            elif kind not in COLLECTIVES:
-                kind, provenance = "all_reduce", "unpriced"
-            choice = self.tuner.choose(kind, nbytes, place)
-            us, rule, channels = choice.microseconds, choice.name, choice.channels
-            if provenance == "unpriced":
-                rule = f"unknown {comm.kind}"
+            us, rule, channels = self._even(name if known else "all_reduce", nbytes, place)
+        provenance, factor = "unpriced", 1.0
+        if known:
+            factor, provenance = self._corrections.factor(name, place.size, place.num_nodes, nbytes)
+        us *= factor
         wire = nbytes * bus_factor(kind, place.size)
         return Price(
             duration_ns=us * 1e3,
-            rule=f"nccl/{rule}",
+            rule=f"nccl/{rule}" if known else f"nccl/unknown {kind}",
             provenance=provenance,
             host_ns=self.cluster.host.comm_us * 1e3,
             bytes=wire,
             channels=channels,
             link="nic" if place.num_nodes > 1 else "gpu",
-            link_share=self._link_share(kind, wire, us, place),
+            link_share=self._link_share(name, wire, us, place),
         )
+
+    def modelled_us(self, kind: str, gpus: int, nodes: int, nbytes: int) -> float:
+        """An even call of a group spread over so many nodes, without what was measured."""
+        return self._even(kind, float(nbytes), Placement(size=gpus, num_nodes=nodes, per_node=gpus // nodes))[
+            0
+        ]
+
+    def _alone(self, kind: str, nbytes: float) -> Price:
+        # NCCL's single-rank kernel copies only out of place; torch's reductions and broadcasts are in place.
+        copies = kind in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+        us = 5.0 + (2 * nbytes / (0.8 * self.cluster.gpu.hbm_bytes_per_s) * 1e6 if copies else 0.0)
+        return Price(
+            duration_ns=us * 1e3,
+            rule="nccl/local",
+            provenance="modelled",
+            host_ns=self.cluster.host.comm_us * 1e3,
+        )
+
+    def _even(self, kind: str, nbytes: float, place: Placement) -> tuple[float, str, int]:
+        """Microseconds, rule and channels of a call that is the same on every member."""
+        across = place.num_nodes > 1
+        if kind == "p2p":
+            return self.p2p_us(nbytes, across=across), "p2p", self._p2p_channels(nbytes, 1, across=across)
+        if kind == "all_to_all":
+            total = nbytes * (place.size - 1) / place.size
+            return self._exchange(total, total if across else 0.0, place)
+        if kind in ("gather", "scatter"):
+            us = self.p2p_us(nbytes * (place.size - 1) / place.size, across=across)
+            return us, "fan", self._p2p_channels(nbytes, place.size - 1, across=across)
+        choice = self.tuner.choose(kind, nbytes, place)
+        return choice.microseconds, choice.name, choice.channels
 
     def assumptions(self) -> tuple[str, ...]:
         """What this model assumes, and which variables of the launch it took into account."""
@@ -104,6 +133,10 @@ class CollectiveModel:
         if self.settings.variables:
             listed = ", ".join(f"{name}={value}" for name, value in self.settings.variables.items())
             lines.append(f"NCCL and CUDA variables of the launch: {listed}")
+        if self._measured:
+            lines.append(
+                f"measured points correct {', '.join(sorted(self._measured))}; between and beyond them the model's shape holds"
+            )
         return (*lines, *self.tuner.ignored.values())
 
     def p2p_us(self, nbytes: float, *, across: bool) -> float:
@@ -119,44 +152,41 @@ class CollectiveModel:
         rate = self.links.gpu
         if place.num_nodes > 1:
             rate = self.links.nic * (place.per_node if kind in COLLECTIVES else 1)
-        directions = 0.5 if kind in ("send", "recv") else 1.0  # a message leaves the other direction free
-        return min(1.0, directions * wire / 1e3 / us / rate) if place.size > 1 else 0.0
+        directions = 0.5 if kind == "p2p" else 1.0  # a message leaves the other direction free
+        return min(1.0, directions * wire / 1e3 / us / rate)
 
-    def _p2p_channels(self, nbytes: float, *, peers: int, across: bool) -> int:
+    def _p2p_channels(self, nbytes: float, peers: int, *, across: bool) -> int:
         """A channel for every 64 KiB of a message, two at most for a peer behind a NIC (NCCL_NCHANNELS_PER_NET_PEER)."""
         per_peer = 2 if across else P2P_CHANNELS
         wanted = peers * min(per_peer, max(1, int(nbytes / max(peers, 1) // P2P_CHANNEL_BYTES)))
         return self.settings.clamp_channels(min(P2P_CHANNELS, wanted))
 
-    def _local_copy_us(self, nbytes: float) -> float:
-        return 5.0 + 2 * nbytes / (0.8 * self.cluster.gpu.hbm_bytes_per_s) * 1e6
-
-    def _all_to_all_us(
+    def _busiest(
         self, comm: CommSignature, ranks: tuple[int, ...], rank: int, place: Placement
-    ) -> float:
-        """Every pair exchanges a message; the busier direction of this rank decides."""
-        per_domain = self.links.gpus_per_domain
+    ) -> tuple[float, float]:
+        """Bytes that this rank exchanges in its busier direction: with all others, and what loads the NICs like an even
+        all_to_all of as many bytes."""
+        here = rank // self.links.gpus_per_domain
+        width = DTYPE_BYTES.get(comm.dtype, 0)
         total = across = 0.0
-        if comm.send_splits or comm.recv_splits:
-            width = DTYPE_BYTES.get(comm.dtype, 0)
-            here = rank // per_domain
-            for splits in (comm.send_splits, comm.recv_splits):
-                if len(splits) != len(ranks):
-                    continue
-                sizes = [(s * width, peer) for s, peer in zip(splits, ranks, strict=True) if peer != rank]
-                total = max(total, float(sum(size for size, _ in sizes)))
-                across = max(across, float(sum(size for size, peer in sizes if peer // per_domain != here)))
-            across *= (place.size - 1) / max(1, place.size - place.per_node)
-        else:
-            total = comm.nbytes * (place.size - 1) / place.size
-            across = total if place.num_nodes > 1 else 0.0
+        for splits in (comm.send_splits, comm.recv_splits):
+            if len(splits) != len(ranks):
+                continue
+            sizes = [(s * width, peer) for s, peer in zip(splits, ranks, strict=True) if peer != rank]
+            far = sum(size for size, peer in sizes if peer // self.links.gpus_per_domain != here)
+            total, across = max(total, float(sum(size for size, _ in sizes))), max(across, float(far))
+        return total, across * (place.size - 1) / max(1, place.size - place.per_node)
+
+    def _exchange(self, total: float, across: float, place: Placement) -> tuple[float, str, int]:
+        """Every pair exchanges a message."""
+        spread = place.num_nodes > 1
         latency = P2P_LATENCY_US + ALL_TO_ALL_PEER_US * (place.size - 1)
-        if place.num_nodes > 1:
-            latency += P2P_NET_HOP_US + 2 * self.links.extra_hop
+        latency += P2P_NET_HOP_US + 2 * self.links.extra_hop if spread else 0.0
         us = total / 1e3 * (1 / self.links.gpu + ALL_TO_ALL_STALL_US_PER_MB * 1e-3 / (place.size - 1))
         if across:
             us = max(us, across / 1e3 / (self.links.nic * ALL_TO_ALL_NIC_EFFICIENCY))
-        return latency + ramped(us, ALL_TO_ALL_RAMP_US)
+        channels = self._p2p_channels(total, place.size - 1, across=spread)
+        return latency + ramped(us, ALL_TO_ALL_RAMP_US), "all_to_all", channels
 
 
 def bus_factor(kind: str, size: int) -> float:

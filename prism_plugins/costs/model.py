@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prism_plugins.costs.base import CostModel, Interference, Price
 from prism_plugins.costs.cluster import Cluster
 from prism_plugins.costs.collectives import CollectiveModel
+from prism_plugins.costs.nccl.measured import CollectivePoint
 from prism_plugins.costs.nccl.settings import NcclSettings
 from prism_plugins.costs.roofline import Roofline
 from prism_plugins.program.model import CommSignature, OpSignature
@@ -13,22 +16,30 @@ HBM_SHARED = 0.92
 """Of the data-sheet bandwidth: what the fastest streaming kernels reach on an H200 (costs/efficiency.py)."""
 
 
-def build_cost_model(cluster: Cluster, *, nccl: NcclSettings | None = None) -> CostModel:
-    """The cost model for a described cluster and the NCCL variables of a launch."""
-    return ModelledCosts(cluster, nccl=nccl)
+def build_cost_model(
+    cluster: Cluster, *, nccl: NcclSettings | None = None, collectives: Sequence[CollectivePoint] = ()
+) -> CostModel:
+    """The cost model for a described cluster, the NCCL variables of a launch and measured collectives."""
+    return ModelledCosts(cluster, nccl=nccl, collectives=collectives)
 
 
 class ModelledCosts:
     """Prices from formulas alone; a measured model wraps this one and overrides what it has measured."""
 
-    def __init__(self, cluster: Cluster, *, nccl: NcclSettings | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        nccl: NcclSettings | None = None,
+        collectives: Sequence[CollectivePoint] = (),
+    ) -> None:
         self.cluster = cluster
         self.name = f"roofline + NCCL model on {cluster.name}"
         self.interference = Interference(
             num_sms=cluster.gpu.num_sms, hbm_bytes_per_s=HBM_SHARED * cluster.gpu.hbm_bytes_per_s
         )
         self._roofline = Roofline(cluster)
-        self._collectives = CollectiveModel(cluster, nccl)
+        self._collectives = CollectiveModel(cluster, nccl, collectives)
         self._op_prices: dict[tuple, Price] = {}
         self._comm_prices: dict[tuple, Price] = {}
 
