@@ -109,7 +109,8 @@ def _train_batch(session: Session, original: Any, module: ModuleType) -> Any:
 def _send_tensor_meta(session: Session, original: Any, module: ModuleType) -> Any:
     @functools.wraps(original)
     def send_tensor_meta(self: Any, buffer: Any, recv_stage: int) -> None:
-        session.sends = _describe(buffer)
+        if recv_stage > self.stage_id:  # DualPipeV sends both ways
+            session.sends = _describe(buffer)
         original(self, buffer, recv_stage)
 
     return send_tensor_meta
@@ -119,7 +120,8 @@ def _recv_tensor_meta(session: Session, original: Any, module: ModuleType) -> An
     @functools.wraps(original)
     def recv_tensor_meta(self: Any, send_stage: int) -> Any:
         buffers = original(self, send_stage)
-        session.receives = _describe(buffers)
+        if send_stage < self.stage_id:
+            session.receives = _describe(buffers)
         return buffers
 
     return recv_tensor_meta

@@ -172,7 +172,7 @@ DEEPSPEED_CASES = {
     ),
     "ds pp2 dp2": _pipeline(2, zero={"stage": 0}),
     "ds pp2 dp2 zero 1": _pipeline(2, "--tied", zero={"stage": 1}),
-    "ds pp2 tp2": _pipeline(2, "--tensor-parallel 2", zero={"stage": 1}, tp=2),
+    "ds pp2 tp2 dp2": _pipeline(2, "--tensor-parallel 2", zero={"stage": 1}, tp=2, world_size=8),
     "ds pp4 dp2": _pipeline(4, "--tied --with-mask", zero={"stage": 0}, world_size=8),
     "ds pp4 dp2 zero 1": _pipeline(4, "--checkpoint-interval 1", zero={"stage": 1}, world_size=8),
 }
