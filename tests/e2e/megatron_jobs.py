@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from prism_plugins.costs.cluster import load_cluster
+from prism_plugins.moe_load import BALANCED
 from prism_plugins.program.model import Phase, Program
 from prism_plugins.program.slices import JobFacts, SliceReport, SliceSpec
 from prism_plugins.program.store import load_program
@@ -62,6 +63,7 @@ def run_slice(
     world_size: int,
     journals: tuple[Path, ...] = (),
     env: dict[str, str] | None = None,
+    moe_load: str = BALANCED,
 ) -> SliceResult:
     """Run one rank in ``folder/<rank>`` and read what it wrote."""
     slice_dir = folder / str(rank)
@@ -75,6 +77,7 @@ def run_slice(
         slice_dir=str(slice_dir),
         journals=tuple(str(path) for path in journals),
         iterations=5,
+        moe_load=moe_load,
     )
     path = slice_dir / "spec.json"
     path.write_bytes(msgspec.json.encode(spec))
