@@ -323,7 +323,7 @@ def _engine_init(session: Session, original: Any, module: ModuleType) -> Any:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        session.engine_made(self)
+        session.engine_made(trains=has_optimizer(self))
         for finding in engine_findings(self, session.context.spec.gpu.memory_bytes):
             session.context.finding(finding)
 
@@ -406,6 +406,24 @@ def _why_nothing_overlaps(engine: Any) -> str | None:
 # --- refusals in the engine ---
 
 
+def has_optimizer(engine: Any) -> bool:
+    """Whether an engine can train; ``deepspeed.initialize`` also makes engines for inference."""
+    return type(engine.optimizer).__name__ not in ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
+
+
+def _backward(session: Session, original: Any, module: ModuleType) -> Any:
+    @functools.wraps(original)
+    def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not has_optimizer(self):
+            raise PrismError(
+                "engine.backward() needs an optimizer, and deepspeed.initialize got none: name one in the configuration "
+                "(and give model_parameters), or pass it"
+            )
+        return original(self, *args, **kwargs)
+
+    return backward
+
+
 def _refusing(session: Session, original: Any, module: ModuleType) -> Any:
     """Assertions about the job, as one line."""
 
@@ -442,6 +460,7 @@ HOOKS = (
     Hook(_CONFIG, "DeepSpeedConfig.__init__", _config_init, "mistakes in the configuration"),
     Hook(_CONFIG, "DeepSpeedConfig._batch_assertion", _batch_assertion, "batch sizes that do not fit"),
     Hook(_ENGINE, "DeepSpeedEngine.__init__", _engine_init, "findings about the engine"),
+    Hook(_ENGINE, "DeepSpeedEngine.backward", _backward, "engines that cannot train"),
     Hook(_ENGINE, "DeepSpeedEngine._do_args_sanity_check", _refusing, "refusals as one line"),
     Hook(_ENGINE, "DeepSpeedEngine._do_sanity_check", _refusing, "refusals as one line"),
 )

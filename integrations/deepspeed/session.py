@@ -29,9 +29,9 @@ class Session:
         self._in_loss_backward = False
         self._last_span = (0, 0)
 
-    def engine_made(self, engine: Any) -> None:
-        """``deepspeed.initialize`` made an engine; nothing was trained with it yet."""
-        without = "" if getattr(engine.optimizer, "param_groups", None) else ", and it has no optimizer"
+    def engine_made(self, *, trains: bool) -> None:
+        """``deepspeed.initialize`` made an engine, with an optimizer if it ``trains``; nothing was trained yet."""
+        without = "" if trains else ", and it has no optimizer"
         self.context.not_trained_yet(
             "deepspeed.initialize made an engine, but no training forward pass went through it (engine(batch), with "
             f"gradients, in training mode){without}"

@@ -207,3 +207,14 @@ def test_overlap_without_effect(changes, said):
     (finding,) = engine_findings(engine(**changes), 80 * GIB)
     assert (finding.kind, finding.severity) == ("overlap", "warning")
     assert said in finding.message
+
+
+@pytest.mark.parametrize(
+    "optimizer", [None, type("DummyOptim", (), {})(), type("DeepSpeedZeRoOffload", (), {})()]
+)
+def test_an_engine_without_optimizer_cannot_train(optimizer):
+    hook = next(hook for hook in checks.HOOKS if hook.attribute == "DeepSpeedEngine.backward")
+    backward = hook.wrap(Session(Context()), lambda self, loss: loss, None)
+    with pytest.raises(PrismError, match="needs an optimizer"):
+        backward(SimpleNamespace(optimizer=optimizer), 3)
+    assert backward(SimpleNamespace(optimizer=object()), 3) == 3
