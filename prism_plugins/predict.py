@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -216,11 +216,22 @@ def _overlap(timeline: Timeline | None) -> list[str]:
     return lines
 
 
+def _approximations(programs: JobPrograms) -> Iterator[str]:
+    """Ranks that run a similar rank's program."""
+    for c in programs.classes:
+        if c.approximated:
+            yield (
+                f"{c.name}: {len(c.approximated)} of {len(c.ranks)} ranks own parameter fragments that no slice owns; "
+                "they run the most similar slice's program (communication equal, sizes of copies differ)"
+            )
+
+
 def _assumptions(evidence: Evidence) -> tuple[str, ...]:
     """In order, once each: of the slices, of the inference, of the cost model."""
     lines: Sequence[str] = [
         *(line for _, report in sorted(evidence.reports.items()) for line in report.assumptions),
         *evidence.assumptions,
+        *_approximations(evidence.programs),
         *evidence.costs.assumptions(),
         *_overlap(evidence.timeline),
     ]

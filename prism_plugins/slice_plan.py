@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from prism_plugins.errors import PrismError
 from prism_plugins.options import Options
+from prism_plugins.program.kinds import plan_kinds
 from prism_plugins.program.slices import JobFacts
 from prism_plugins.world.audit import plan_audit
 from prism_plugins.world.classes import dependencies, plan_representatives
@@ -29,6 +30,8 @@ def plan_slices(facts: JobFacts, options: Options) -> dict[int, tuple[int, ...]]
     """Ranks to slice for the inference, each with the ranks whose journals it needs: the representatives, then
     the ranks of interest."""
     plan = {r.rank: r.depends_on for r in plan_representatives(facts)}
+    for rank in plan_kinds(facts):
+        plan.setdefault(rank, dependencies(facts, rank))
     for rank in options.ranks:
         plan.setdefault(rank, dependencies(facts, rank))
     return plan

@@ -47,16 +47,6 @@ JOBS: dict[str, tuple[str, dict]] = {
             "zero_optimization": {"stage": 1},
         },
     ),
-    "z2-offload": (
-        "",
-        {
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {
-                "stage": 2,
-                "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            },
-        },
-    ),
 }
 """Name → (arguments, what the configuration has beside or instead of BASE)."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from prism_plugins.integrations.deepspeed.layout import make_layout
+from prism_plugins.integrations.deepspeed.partitions import shard_kinds
 from prism_plugins.integrations.deepspeed.pipeline import stage_schedules
 from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.integrations.deepspeed.stages import stage_contents
@@ -17,12 +18,15 @@ from prism_plugins.program.slices import JobFacts, StageInfo
 def job_facts(session: Session, engine: Any) -> JobFacts:
     """The facts of the job that this engine trains."""
     layout = make_layout(session.context.spec.world_size, engine)
+    kinds, kind_of = shard_kinds(engine.optimizer, layout.dp * layout.cp)
     return JobFacts(
         framework="deepspeed",
         layout=layout,
         stages=_stages(session, engine, layout.pp),
         samples_per_iteration=int(engine.train_batch_size()),
         stage_headers=layout.pp > 1,
+        shard_kinds=kinds,
+        kind_of=kind_of,
     )
 
 

@@ -247,10 +247,13 @@ def _audit(p: Prediction) -> Text:
         return Text("none (--prism-audit N compares N inferred ranks with real slices)", style="dim")
     ranks = ",".join(map(str, p.audit.ranks))
     failed = len(p.audit.ranks) - p.audit.matched
-    return Text(
-        f"{p.audit.matched} of {len(p.audit.ranks)} match (ranks {ranks})",
-        style="bold red" if failed else "green",
-    )
+    line = f"{p.audit.matched} of {len(p.audit.ranks)} match (ranks {ranks})"
+    if p.audit.approximated:
+        line += (
+            f"; ranks {','.join(map(str, p.audit.approximated))} in communication and phases only: up to "
+            f"{p.audit.differing_ops} other ops differ, peak memory by {100 * p.audit.peak_error:.3f} %"
+        )
+    return Text(line, style="bold red" if failed else "green")
 
 
 def _findings(findings: Sequence[Finding]) -> RenderableType:

@@ -13,6 +13,7 @@ from prism_plugins.program.model import EventFlag, EventKind, OpSignature, Progr
 from prism_plugins.program.schedule import describe
 
 _MEMORY = (EventKind.ALLOC, EventKind.FREE)
+_COMMUNICATION = (EventKind.COMM, EventKind.WORK_WAIT, EventKind.PHASE_BEGIN, EventKind.PHASE_END)
 _CUDA_EVENTS = (EventKind.EVENT_RECORD, EventKind.EVENT_WAIT, EventKind.EVENT_SYNC)
 
 
@@ -49,6 +50,15 @@ def compare_programs(left: Program, right: Program) -> Difference | None:
         everything = [r["kind"] != EventKind.HOST for r in rows]
         found = _first_difference(left, right, rows, everything, "memory")
     return found if found is not None else _initial_difference(left, right)
+
+
+def compare_communication(left: Program, right: Program) -> tuple[Difference | None, int]:
+    """The first difference of communication, waits for it and phases; and how many device ops differ in all."""
+    tables = _Tables()
+    rows = [_rows(program, tables) for program in (left, right)]
+    device = [r[~np.isin(r["kind"], (*_MEMORY, EventKind.HOST))] for r in rows]
+    found = _first_difference(left, right, rows, [np.isin(r["kind"], _COMMUNICATION) for r in rows], "device")
+    return found, _num_differing(*device)
 
 
 class _Tables:

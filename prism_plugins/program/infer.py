@@ -18,6 +18,7 @@ from prism_plugins.program.derive import CapturedStage
 from prism_plugins.program.headers import check_headers
 from prism_plugins.program.instantiate import Instantiator
 from prism_plugins.program.job import JobPrograms, RankClass
+from prism_plugins.program.kinds import KindIndex, wanted_of_role
 from prism_plugins.program.model import EventKind, Program
 from prism_plugins.program.shards import (
     Pattern,
@@ -159,6 +160,9 @@ class _Inference:
                 self._peer_in_stage(source, role.stage)
             )
         variants, variant_of = self._variants(role, ranks, exemplar, shards, own)
+        approximated: frozenset[int] = frozenset()
+        if not shards:
+            variants, variant_of, approximated = self._kinds(role, ranks, source, own, special)
         if special:
             makers = {key: variants.maker(key) for key in variants} if variants else {}
             for rank in special:
@@ -176,6 +180,7 @@ class _Inference:
             exemplar=_instantiator(exemplar, self._layout).program_of(int(ranks[0])),
             variants=variants,
             variant_of=variant_of,
+            approximated=approximated.difference(special),
         )
 
     def _does_more(self, rank: int) -> bool:
@@ -196,6 +201,9 @@ class _Inference:
             raise CannotDeriveError(
                 f"no slice of stage {role.captured_stage} to derive from", ranks=(source,)
             )
+        return self._derive_from(source, role, instead=instead)
+
+    def _derive_from(self, source: int, role: Role, *, instead: int) -> Program:
         stages = self._facts.stages
         try:
             if source not in self._captured:
@@ -238,6 +246,60 @@ class _Inference:
         if open_keys:
             makers.update(self._sharded_makers(role, program, shards, open_keys, own))
         return LazyVariants({key: makers[key] for key in sorted(makers)}), variant_of
+
+    def _kinds(
+        self, role: Role, ranks: np.ndarray, source: int, own: list[int], special: list[int]
+    ) -> tuple[Mapping[int, Program], dict[int, int], frozenset[int]]:
+        """Programs by kind of rank: of the sliced kinds, and for the others the most similar of these; variants, who
+        has which, and the ranks that are approximated."""
+        facts = self._reports[source].facts
+        index = KindIndex(self._layout, facts) if facts is not None else None
+        if not index:
+            return {}, {}, frozenset()
+        sources = {index.kind(source): source}
+        for rank in own or self._sliced_like(source, role):
+            sources.setdefault(index.kind(rank), rank)
+        if own:
+            wanted = wanted_of_role(index, self._layout, role, without=special)
+            if missing := [rank for kind, rank in wanted.items() if kind not in sources]:
+                raise CannotDeriveError(
+                    f"{_name(self._layout, role)}: no slice of a rank that owns such parameter fragments",
+                    ranks=tuple(missing),
+                )
+        stand_in: dict[int, int] = {}
+        key_of: dict[int, int] = {}
+        makers: dict[int, Callable[[], Program]] = {}
+        variant_of: dict[int, int] = {}
+        approximated: list[int] = []
+        for rank in ranks.tolist():
+            kind = index.kind(rank)
+            taken = stand_in.get(kind)
+            if taken is None:
+                taken = stand_in[kind] = kind if kind in sources else index.nearest(kind, sources)
+            if taken != kind:
+                approximated.append(rank)
+            if sources[taken] == source:
+                continue
+            if taken not in key_of:
+                key_of[taken] = rank
+                makers[rank] = self._of_kind(role, sources[taken], rank)
+            variant_of[rank] = key_of[taken]
+        return LazyVariants(makers), variant_of, frozenset(approximated)
+
+    def _sliced_like(self, source: int, role: Role) -> list[int]:
+        """Sliced ranks of the stage a role is derived from, on its side of tensor parallelism."""
+        stage = self._layout.coords(source)["pp"]
+        return [
+            rank
+            for rank in sorted(self._programs)
+            if (coords := self._layout.coords(rank))["pp"] == stage and (coords["tp"] == 0) == role.tp_first
+        ]
+
+    def _of_kind(self, role: Role, source: int, rank: int) -> Callable[[], Program]:
+        if self._layout.coords(source)["pp"] == role.stage:
+            return self._moved(self._programs[source], rank)
+        derived = self._derive_from(source, role, instead=rank)
+        return self._moved(derived, rank)
 
     def _moved(self, program: Program, rank: int) -> Callable[[], Program]:
         return lambda: _instantiator(program, self._layout).program_of(rank)

@@ -27,6 +27,8 @@ class RankClass(msgspec.Struct, kw_only=True):
     the ranks in ``variant_of`` that map to it."""
     variant_of: dict[int, int] = {}
     """Rank → key of ``variants``; ranks that are absent run the exemplar."""
+    approximated: frozenset[int] = frozenset()
+    """Ranks whose program is that of a similar rank: communication and phases are theirs, sizes of other ops are not."""
 
 
 class JobPrograms(msgspec.Struct, kw_only=True):

@@ -82,6 +82,12 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
     ranks: tuple[int, ...] = ()
     matched: int = 0
+    approximated: tuple[int, ...] = ()
+    """Of these, the ranks whose program is a similar rank's; they match if communication and phases do."""
+    differing_ops: int = 0
+    """Most device ops in which an approximated rank differs."""
+    peak_error: float = 0.0
+    """Largest error of an approximated rank's peak memory, as a fraction."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):

@@ -100,6 +100,12 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One per pipeline rank."""
     shards: tuple[OptimizerShard, ...] = ()
     """One per index of the sharding axis for this slice's own stage; empty when optimizer state is replicated."""
+    shard_kinds: tuple[tuple[int, ...], ...] = ()
+    """Where data-parallel ranks run different programs that are not derived from each other: the sizes, in elements,
+    of the parameter fragments that a rank of each kind owns."""
+    kind_of: tuple[int, ...] = ()
+    """Index into ``shard_kinds`` of each rank of a dp x cp group of this slice's own stage, members ascending. Ranks of
+    equal kind run equal programs. Empty: all do."""
     stage_headers: bool = False
     """A stage tells the next one shapes of what it will send: a slice needs the journal of the stage before it."""
     tokens_per_iteration: int = 0

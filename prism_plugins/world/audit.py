@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 import numpy as np
 
-from prism_plugins.program.compare import Difference, compare_programs
+from prism_plugins.program.compare import Difference, compare_communication, compare_programs
 from prism_plugins.program.infer import program_of
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.memory import allocated_curve
@@ -25,10 +25,16 @@ class RankAudit(msgspec.Struct, frozen=True, kw_only=True):
     difference: Difference | None
     peak_allocated_bytes: tuple[int, int]
     """Inferred and sliced."""
+    approximated: bool = False
+    """Its program was taken from a similar rank: only communication and phases have to be equal."""
+    num_differing: int = 0
+    """Device ops that differ, of an approximated rank."""
 
     @property
     def matched(self) -> bool:
-        """Equal op by op, and so in memory."""
+        """Equal op by op, and so in memory; an approximated rank in communication and phases."""
+        if self.approximated:
+            return self.difference is None
         return self.difference is None and self.peak_allocated_bytes[0] == self.peak_allocated_bytes[1]
 
     @property
@@ -77,12 +83,20 @@ def audit_ranks(job: JobPrograms, sliced: Mapping[int, Program]) -> tuple[RankAu
     audits = []
     for rank, real in sorted(sliced.items()):
         inferred = program_of(job, rank)
+        cls = job.classes[job.class_of(rank)]
+        approximated = rank in cls.approximated
+        if approximated:
+            difference, num_differing = compare_communication(inferred, real)
+        else:
+            difference, num_differing = compare_programs(inferred, real), 0
         audits.append(
             RankAudit(
                 rank=rank,
-                class_name=job.classes[job.class_of(rank)].name,
-                difference=compare_programs(inferred, real),
+                class_name=cls.name,
+                difference=difference,
                 peak_allocated_bytes=(_peak(inferred), _peak(real)),
+                approximated=approximated,
+                num_differing=num_differing,
             )
         )
     return tuple(audits)
@@ -90,7 +104,20 @@ def audit_ranks(job: JobPrograms, sliced: Mapping[int, Program]) -> tuple[RankAu
 
 def summarize(audits: Collection[RankAudit]) -> Audit:
     """What the prediction says about the audit."""
-    return Audit(ranks=tuple(a.rank for a in audits), matched=sum(a.matched for a in audits))
+    approximated = [a for a in audits if a.approximated]
+    return Audit(
+        ranks=tuple(a.rank for a in audits),
+        matched=sum(a.matched for a in audits),
+        approximated=tuple(a.rank for a in approximated),
+        differing_ops=max((a.num_differing for a in approximated), default=0),
+        peak_error=max(
+            (
+                abs(inferred / sliced - 1)
+                for inferred, sliced in (a.peak_allocated_bytes for a in approximated)
+            ),
+            default=0.0,
+        ),
+    )
 
 
 def _peak(program: Program) -> int:
