@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 ARMED = "PRISM_ARMED"
@@ -155,8 +155,11 @@ def take_over() -> None:
     """Replace this process by the conductor when it is the training script; return otherwise."""
     if not sys.executable or hasattr(sys, "ps1") or sys.flags.interactive:
         return
-    words = conductor_arguments(parse_command_line(sys.orig_argv), sys.argv)
+    line = parse_command_line(sys.orig_argv)
+    words = conductor_arguments(line, sys.argv)
     if words is None:
+        for advice in launcher_advice(line, os.environ):
+            print(f"prism: {advice}", file=sys.stderr, flush=True)
         return
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -182,6 +185,34 @@ def conductor_arguments(line: CommandLine, argv: Sequence[str]) -> list[str] | N
             return _hosted_script(conductor, line, argv)
         return [*conductor, "-m", line.target, *line.arguments]
     return None
+
+
+def launcher_advice(line: CommandLine, environ: Mapping[str, str]) -> list[str]:
+    """What will stop DeepSpeed's launcher on a machine that is not the cluster, a line each; it runs on regardless."""
+    name = os.path.basename(line.target)
+    if line.kind != "script" or name not in ("deepspeed", "deepspeed.pt", "ds"):
+        return []
+    own: list[str] = []
+    for word in line.arguments:
+        if word.endswith(".py") or word in ("-m", "--module"):
+            break
+        own.append(word.partition("=")[0])
+    advice = []
+    if "--autotuning" in own:
+        advice.append(
+            "deepspeed --autotuning measures trial runs on the GPUs at hand and emulates nothing; leave it out"
+        )
+    if {"-H", "--hostfile"} & set(own) or os.path.isfile("/job/hostfile"):
+        advice.append(
+            "deepspeed starts the emulation on the hosts of the hostfile, by ssh; on one machine leave it out and use "
+            "--num_gpus 1: the size of the job is --prism-world-size"
+        )
+    if environ.get("DS_ACCELERATOR", "cpu") != "cpu":
+        advice.append(
+            f"DS_ACCELERATOR={environ['DS_ACCELERATOR']} makes deepspeed look for that device here; unset it where there "
+            "is none"
+        )
+    return advice
 
 
 def _is_launcher_module(module: str) -> bool:

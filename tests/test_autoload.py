@@ -10,7 +10,7 @@ import time
 import pytest
 
 from prism_plugins import autoload
-from prism_plugins.arming import conductor_arguments, parse_command_line
+from prism_plugins.arming import conductor_arguments, launcher_advice, parse_command_line
 
 
 def clean_environment(**extra):
@@ -135,6 +135,24 @@ def arguments(command, argv=None):
 )
 def test_not_taken_over(command):
     assert arguments(command) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "said"),
+    [
+        ("deepspeed --num_gpus 1 train.py --prism-emulate --hostfile x", {}, []),
+        ("deepspeed --hostfile=hosts train.py --prism-emulate", {}, ["--num_gpus 1"]),
+        ("deepspeed -H hosts --autotuning run train.py --prism-emulate", {}, ["autotuning", "--num_gpus 1"]),
+        ("ds --num_gpus 1 train.py --prism-emulate", {"DS_ACCELERATOR": "cuda"}, ["DS_ACCELERATOR=cuda"]),
+        ("ds --num_gpus 1 train.py --prism-emulate", {"DS_ACCELERATOR": "cpu"}, []),
+        ("torchrun --nnodes 2 train.py --prism-emulate", {"DS_ACCELERATOR": "cuda"}, []),
+    ],
+)
+def test_what_would_stop_deepspeeds_launcher_is_told(words, environ, said):
+    name, *rest = words.split()
+    advice = launcher_advice(parse_command_line(["python", f"/venv/bin/{name}", *rest]), environ)
+    assert len(advice) == len(said)
+    assert all(part in line for part, line in zip(said, advice, strict=True))
 
 
 def test_an_unknown_tool_that_passes_the_script_on_is_not_taken_over(tmp_path, monkeypatch):
