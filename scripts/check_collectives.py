@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.costs.collectives import CollectiveModel, bus_factor
 from prism_plugins.costs.nccl.settings import parse_settings
@@ -26,8 +28,16 @@ from prism_plugins.program.model import CommSignature
 DATA = Path(__file__).parents[1] / "tests" / "costs" / "data"
 FROM_BYTES = 1 << 20
 """Framework-timed points below this are launch latency."""
-GPUS = {"A100": "dgx-a100", "H100": "dgx-h100", "H200": "dgx-h200", "B200": "dgx-b200"}
+GPUS = {
+    "GB200": "gb200-nvl72",
+    "A100": "dgx-a100",
+    "H100": "dgx-h100",
+    "H200": "dgx-h200",
+    "B200": "dgx-b200",
+}
 CLUSTERS = {"gcp-a3mega-h100-16-ar": "gcp-a3-mega"}
+NICS = {"nccl-tests-119-a100-24-ar": 4}
+"""NICs of a node where they are not the preset's."""
 LEFT_OUT = {
     "mleng-4node-ar": "hardware not stated",
     "nccl-tests-319-bad-example": "one NIC used by mistake",
@@ -55,9 +65,16 @@ class Point(NamedTuple):
 
 
 @functools.cache
-def model(cluster: str, algorithm: str = "", protocol: str = "", nvls: bool = True) -> CollectiveModel:
+def model(
+    cluster: str, algorithm: str = "", protocol: str = "", nvls: bool = True, nics: int = 0
+) -> CollectiveModel:
     environ = {"NCCL_ALGO": algorithm, "NCCL_PROTO": protocol, "NCCL_NVLS_ENABLE": "2" if nvls else "0"}
-    return CollectiveModel(load_cluster(cluster), parse_settings(environ))
+    described = load_cluster(cluster)
+    if nics:
+        described = msgspec.structs.replace(
+            described, node=msgspec.structs.replace(described.node, num_nics=nics)
+        )
+    return CollectiveModel(described, parse_settings(environ))
 
 
 def call(kind: str, nbytes: int, size: int) -> CommSignature:
@@ -91,11 +108,11 @@ def points() -> Iterator[Point]:
 
 def _case(case: dict) -> Iterator[Point]:
     source, kind = case["id"], case.get("collective", "")
-    gpu = GPUS.get(case.get("gpu", "")[:4], "dgx-h100")
+    gpu = next((c for name, c in GPUS.items() if case.get("gpu", "").startswith(name)), "dgx-h100")
     cluster = CLUSTERS.get(source, gpu)
     nccl_tests = "nccl-tests" in case.get("tool", "nccl-tests" if source.startswith("mlperf") else "")
     for nbytes, measured in case.get("rows", ()):
-        us, rule = price(model(cluster), kind, nbytes, case["num_gpus"])
+        us, rule = price(model(cluster, nics=NICS.get(source, 0)), kind, nbytes, case["num_gpus"])
         yield Point(
             source, kind, case["num_gpus"], nbytes, measured, us, rule, nccl_tests or nbytes >= FROM_BYTES
         )

@@ -49,7 +49,10 @@ def load_jobs() -> list[Job]:
                     name=job["name"],
                     num_gpus=job["num_gpus"],
                     args=f"{data['base_args']} {job['args']}".split(),
-                    memory={m["rank"]: m for m in job["memory"]},
+                    memory={
+                        m["rank"]: m | {"used_bytes": m["used_bytes"] - data.get("nvml_reserved_bytes", 0)}
+                        for m in job["memory"]
+                    },
                 )
             )
     return jobs
@@ -95,6 +98,13 @@ COLUMNS = (
 )
 
 
+def outside_torch(measured: dict, predicted: dict) -> str:
+    """What the device holds beside the allocator's reserved memory, measured and predicted."""
+    real = measured["used_bytes"] - measured["reserved_bytes.all.peak"]
+    mine = sum(predicted["outside_torch"].values())
+    return f"outside torch {real / 2**20:.0f} MiB {100 * (mine / real - 1):+.1f} %"
+
+
 def check(job: Job, prediction: dict) -> bool:
     """Print a line per rank; whether all of them are within the limits."""
     good = True
@@ -107,7 +117,11 @@ def check(job: Job, prediction: dict) -> bool:
             good = good and (limit is None or abs(error) <= limit)
             cells.append(f"{predicted[key] / 1e9:8.3f} {100 * error:+8.4f} %")
         peak = predicted["peak_allocated_bytes"] - measured["allocated_bytes.all.peak"]
-        print(f"{job.name:20} {rank:4}  {'  '.join(cells)}  {peak:+d} B at the peak", flush=True)
+        print(
+            f"{job.name:20} {rank:4}  {'  '.join(cells)}  {peak:+d} B at the peak  "
+            f"{outside_torch(measured, predicted)}",
+            flush=True,
+        )
     return good
 
 

@@ -26,10 +26,13 @@ P2P_EFFICIENCY = 0.875
 P2P_LATENCY_US = 10.0
 P2P_RAMP_US = 2.5
 P2P_CHANNEL_BYTES = 64 << 10
+P2P_CHANNEL_BW = 15.5
+"""GB/s that one channel copies to one peer. 32 of them exceed Hopper's links and not Blackwell's: two B200s exchange 494 GB/s."""
+P2P_PEERS_EXPONENT = 1 / 6
+"""Several peers keep channels busier: four B200s reach 587 GB/s, eight 671."""
 P2P_NET_HOP_US = 14.0
 """``hwLatencies`` NET, Simple."""
-ALL_TO_ALL_RAMP_US = 40.0
-ALL_TO_ALL_STALL_US_PER_MB = 0.3
+ALL_TO_ALL_RAMP_US = 28.0
 ALL_TO_ALL_PEER_US = 0.5
 ALL_TO_ALL_NIC_EFFICIENCY = 0.97
 """Across nodes an even all_to_all takes as long as if all its bytes left the node (NCCL's rounds of peers do not overlap
@@ -146,7 +149,12 @@ class CollectiveModel:
             latency = P2P_LATENCY_US + P2P_NET_HOP_US + 2 * self.links.extra_hop
             return latency + ramped(kilobytes / min(self.links.nic, self.links.gpu), P2P_RAMP_US)
         rate = self.links.raw_gpu * P2P_EFFICIENCY if self.links.intra == "nvlink" else self.links.gpu
-        return P2P_LATENCY_US + ramped(kilobytes / rate, P2P_RAMP_US)
+        return P2P_LATENCY_US + ramped(kilobytes / min(rate, self._copy_rate(1)), P2P_RAMP_US)
+
+    def _copy_rate(self, peers: int) -> float:
+        """GB/s that all channels copy to so many peers."""
+        channels = self.settings.clamp_channels(P2P_CHANNELS)
+        return channels * P2P_CHANNEL_BW * peers**P2P_PEERS_EXPONENT
 
     def _link_share(self, kind: str, wire: float, us: float, place: Placement) -> float:
         rate = self.links.gpu
@@ -182,7 +190,7 @@ class CollectiveModel:
         spread = place.num_nodes > 1
         latency = P2P_LATENCY_US + ALL_TO_ALL_PEER_US * (place.size - 1)
         latency += P2P_NET_HOP_US + 2 * self.links.extra_hop if spread else 0.0
-        us = total / 1e3 * (1 / self.links.gpu + ALL_TO_ALL_STALL_US_PER_MB * 1e-3 / (place.size - 1))
+        us = total / 1e3 / min(self.links.gpu, self._copy_rate(place.size - 1))
         if across:
             us = max(us, across / 1e3 / (self.links.nic * ALL_TO_ALL_NIC_EFFICIENCY))
         channels = self._p2p_channels(total, place.size - 1, across=spread)

@@ -25,8 +25,12 @@ first use. Beyond two ranks:
 * Between nodes a communicator has two channels for each NIC of its members.
 * NVLS buffers: 2 x 8 steps of 128 KiB for each channel and member of the node (src/transport/nvls.cc), where a call takes NVLS.
 
-Assumed, not measured: that the figures of H200s hold for other GPUs. The context depends on driver and host: 619 MiB was
-seen as well.
+The table is NVML's, which counts 615 MiB that the driver keeps for itself; CUDA's total memory does not, so against that
+capacity the context takes 621 MiB. Twelve Megatron jobs on the same GPUs give the rest: 136 MiB of modules, 171 MiB
+for NCCL in a process and 184 more once a group has several ranks (together the 840 of the table), 253 MiB of a communicator
+that only ever sends and receives in batches.
+
+Assumed, not measured: that the figures of H200s hold for other GPUs, drivers and hosts.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ import numpy as np
 from prism_plugins.program.model import EventKind, Program
 
 MIB = 2**20
+WORLD_GROUP = "default_pg"
+"""torch's description of the group of all ranks, which start-up uses in every job."""
 
 
 class CommunicatorUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,12 +68,13 @@ class CommunicatorUse(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceOverhead(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes outside the allocator. Defaults: see the module docstring."""
 
-    context_bytes: int = 1236 * MIB
-    libraries_bytes: int = 195 * MIB
-    """cuBLAS and other modules once loaded: 1.50 GB used minus reserved in a job without NCCL, less the context.
-    cuBLAS's workspaces are torch allocations and not part of it."""
-    nccl_process_bytes: int = 355 * MIB
+    context_bytes: int = 621 * MIB
+    libraries_bytes: int = 136 * MIB
+    """cuBLAS and other modules once loaded. cuBLAS's workspaces are torch allocations and not part of it."""
+    nccl_process_bytes: int = 171 * MIB
     """Once, with the first communicator."""
+    nccl_peers_bytes: int = 184 * MIB
+    """Once, with the first communicator of several ranks."""
     channels: int = 32
     """NCCL's channels inside a node; ``NCCL_MAX_NCHANNELS`` lowers it."""
     nvls_channels: int = 16
@@ -80,6 +87,8 @@ class DeviceOverhead(msgspec.Struct, frozen=True, kw_only=True):
     """On top where the group has more than two members: 144 MiB over 32 channels."""
     single_channel_bytes: int = 11 * MIB
     """In place of ``collective_channel_bytes`` where the communicator has one rank."""
+    p2p_only_channel_bytes: int = 27 * MIB // 4
+    """In place of ``collective_channel_bytes`` where only batched send/recv is used."""
     p2p_channel_bytes: int = 12 * MIB
     """all_to_all or batched send/recv, per channel and partner in the domain."""
     far_p2p_channel_bytes: int = 4 * MIB
@@ -94,11 +103,7 @@ class DeviceOverhead(msgspec.Struct, frozen=True, kw_only=True):
         """A communicator of these global ranks that was used for a collective."""
         if len(ranks) == 1:
             return self.collective_base_bytes + self.channels * self.single_channel_bytes
-        per_domain = Counter(rank // self.gpus_per_domain for rank in ranks)
-        local = min(per_domain.values())
-        channels = self.channels
-        if len(per_domain) > 1:
-            channels = min(channels, max(2, 2 * math.ceil(local * self.nics_per_gpu)))
+        channels, local = self._channels(ranks)
         per_channel = self.collective_channel_bytes
         per_channel += self.third_member_channel_bytes if len(ranks) > 2 else 0
         heads = local if nvls else 0
@@ -108,9 +113,21 @@ class DeviceOverhead(msgspec.Struct, frozen=True, kw_only=True):
             + heads * self.nvls_channels * self.nvls_channel_bytes
         )
 
+    def _channels(self, ranks: tuple[int, ...]) -> tuple[int, int]:
+        """Channels of a communicator, and its members in the domain that has fewest."""
+        per_domain = Counter(rank // self.gpus_per_domain for rank in ranks)
+        local = min(per_domain.values())
+        if len(per_domain) == 1:
+            return self.channels, local
+        return min(self.channels, max(2, 2 * math.ceil(local * self.nics_per_gpu))), local
+
     def use_bytes(self, use: CommunicatorUse) -> int:
         """One communicator as it is used."""
-        total = self.communicator_bytes(use.ranks, nvls=use.nvls) if use.collective else 0
+        total = 0
+        if use.collective:
+            total = self.communicator_bytes(use.ranks, nvls=use.nvls)
+        elif use.near_peers or use.far_peers:
+            total = self.collective_base_bytes + self._channels(use.ranks)[0] * self.p2p_only_channel_bytes
         total += self.channels * self.p2p_channel_bytes * use.near_peers
         total += self.channels * self.far_p2p_channel_bytes if use.far_peers else 0
         return total + use.pairs * (self.pair_base_bytes + self.channels * self.pair_channel_bytes)
@@ -120,8 +137,10 @@ class DeviceOverhead(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             uses: Communicators of the rank.
-            init_communicators: Further ones that only start-up used (a pair's size is taken).
+            init_communicators: Ones that only start-up used (a pair's size is taken); none where the iteration uses the
+                world's group.
         """
+        uses = tuple(uses)
         parts = {"cuda_context": self.context_bytes, "libraries": self.libraries_bytes}
         groups: dict[str, int] = {}
         for use in uses:
@@ -129,7 +148,8 @@ class DeviceOverhead(msgspec.Struct, frozen=True, kw_only=True):
             groups[name] = groups.get(name, 0) + self.use_bytes(use)
         if groups:
             parts["nccl"] = self.nccl_process_bytes
-            if init_communicators:
+            parts["nccl"] += self.nccl_peers_bytes if any(len(use.ranks) > 1 for use in uses) else 0
+            if init_communicators and not any(use.name == WORLD_GROUP for use in uses):
                 groups["nccl start-up"] = init_communicators * self.communicator_bytes((0, 1))
         return {name: size for name, size in (parts | groups).items() if size}
 
@@ -179,7 +199,7 @@ def communicators(
             CommunicatorUse(
                 ranks=info.ranks,
                 name=info.desc or info.name,
-                collective=group in collective or group in p2p,
+                collective=group in collective,
                 near_peers=near,
                 far_peers=len(peers) - near,
                 pairs=0 if group in p2p else len(partners.get(group, ())),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -164,7 +165,7 @@ COMMUNICATING = program(
 def test_communicators_by_use():
     assert communicators(COMMUNICATING) == (
         CommunicatorUse(name="tp", ranks=(0, 1), collective=True),
-        CommunicatorUse(name="pp", ranks=(0, 2), collective=True, near_peers=1),
+        CommunicatorUse(name="pp", ranks=(0, 2), collective=False, near_peers=1),
         CommunicatorUse(name="other pp", ranks=(0, 2), collective=False, pairs=1),
         CommunicatorUse(name="ep", ranks=(0, 4), collective=True, near_peers=1),
         CommunicatorUse(name="alone", ranks=(0,), collective=True),
@@ -191,6 +192,7 @@ def test_nccl_figures_are_the_measured_ones(channels, first, further, p2p, pair)
     assert mib(one) == pytest.approx(first, abs=2)
     assert mib(one, one) - mib(one) == pytest.approx(further, abs=2)
     if channels == 32:
+        assert mib(one, use(near_peers=1)) - mib(one) == pytest.approx(637, abs=2)  # measured pp2: p2p only
         alone = CommunicatorUse(ranks=(0,), collective=True)
         assert mib(one, alone) - mib(one) == pytest.approx(389, abs=2)
     assert mib(use(collective=True, near_peers=1)) - mib(one) == pytest.approx(p2p, abs=2)
@@ -216,6 +218,12 @@ def test_parts_outside_torch_are_named_and_sum_up():
     assert use.device_used_bytes == use.peak_reserved_bytes + sum(use.outside_torch.values())
     assert list(use.outside_torch)[:4] == ["cuda_context", "libraries", "nccl", "nccl tp (2 ranks)"]
     assert "nccl start-up" in use.outside_torch
+    world = msgspec.structs.replace(COMMUNICATING.groups[0], desc="default_pg")
+    groups = [world, *COMMUNICATING.groups[1:]]
+    assert (
+        "nccl start-up"
+        not in memory_of_program(msgspec.structs.replace(COMMUNICATING, groups=groups)).outside_torch
+    )
 
 
 def memory_of_class(held, *, ranks, **options):
