@@ -29,6 +29,7 @@ from prism_plugins.program.prediction import (
 from prism_plugins.program.slices import JobFacts, SliceReport
 from prism_plugins.simulate.prices import comm_ranks, used_comms
 from prism_plugins.simulate.timeline import Timeline
+from prism_plugins.world.classes import captured_stages
 
 LAYOUT_KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 
@@ -114,7 +115,7 @@ def predict(evidence: Evidence) -> Prediction:
         cost_model=evidence.costs.name,
         iteration_time_ms=seconds * 1e3,
         tokens_per_s_per_gpu=_rate(facts.tokens_per_iteration, seconds * world),
-        tflops_per_gpu=_rate(facts.model_flops_per_iteration / 1e12, seconds * world),
+        tflops_per_gpu=_rate(model_flops(facts, evidence.reports) / 1e12, seconds * world),
         samples_per_s=_rate(facts.samples_per_iteration, seconds),
         timers_ms=dict(evidence.timers_ms),
         logging_rank=evidence.logging_rank,
@@ -183,6 +184,20 @@ def merged_findings(reports: Mapping[int, SliceReport]) -> list[Finding]:
         msgspec.structs.replace(finding, ranks=join_ranks(ranks) if all(ranks) else "")
         for finding, ranks in found.items()
     ]
+
+
+def model_flops(facts: JobFacts, reports: Mapping[int, SliceReport]) -> float:
+    """Model FLOPs of an iteration, 0 if unknown: the lead's, or the sum over pipeline stages where each slice tells
+    its own."""
+    if facts.model_flops_per_iteration:
+        return facts.model_flops_per_iteration
+    of_stage: dict[int, float] = {}
+    for rank, report in reports.items():
+        if report.facts is not None:
+            stage = facts.layout.coords(rank)["pp"]
+            of_stage[stage] = report.facts.stages[stage].flops_per_token
+    per_stage = [of_stage.get(s, of_stage.get(c, 0.0)) for s, c in enumerate(captured_stages(facts.stages))]
+    return sum(per_stage) * facts.tokens_per_iteration if all(per_stage) else 0.0
 
 
 def _unsteady(reports: dict[int, SliceReport]) -> list[Finding]:

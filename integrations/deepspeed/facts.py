@@ -31,14 +31,18 @@ def job_facts(session: Session, engine: Any) -> JobFacts:
 
 
 def with_work(facts: JobFacts, model: Any, inputs: Any) -> JobFacts:
-    """The facts with the tokens and model FLOPs of an iteration, from the inputs of a micro-batch. FLOPs stay unknown
-    with a pipeline, of whose model a rank holds a part."""
+    """The facts with the tokens and model FLOPs of an iteration, from the inputs of a micro-batch. With a pipeline,
+    of whose model a rank holds a part, the FLOPs are told of its stage."""
     layout = facts.layout
     tokens = tokens_of_iteration(layout, tokens_of_batch(inputs))
-    flops = flops_per_token(model, tp=layout.tp) if layout.pp == 1 else 0.0
-    return msgspec.structs.replace(
-        facts, tokens_per_iteration=tokens, model_flops_per_iteration=flops * tokens
-    )
+    flops = flops_per_token(model, tp=layout.tp)
+    if layout.pp == 1:
+        return msgspec.structs.replace(
+            facts, tokens_per_iteration=tokens, model_flops_per_iteration=flops * tokens
+        )
+    own = msgspec.structs.replace(facts.stages[model.stage_id], flops_per_token=flops)
+    stages = (*facts.stages[: model.stage_id], own, *facts.stages[model.stage_id + 1 :])
+    return msgspec.structs.replace(facts, tokens_per_iteration=tokens, stages=stages)
 
 
 def _stages(session: Session, engine: Any, pp: int) -> tuple[StageInfo, ...]:

@@ -8,6 +8,8 @@ layer as well.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,7 +35,7 @@ def tokens_of_iteration(layout: Layout, microbatch_tokens: int) -> int:
 def flops_per_token(model: Any, *, tp: int = 1) -> float:
     """Model FLOPs a token costs in forward and backward pass, all ranks that share the token together; 0: unknown.
 
-    ``model`` is this rank's part of a model that is not cut into pipeline stages; ZeRO-3's shards count as a whole.
+    ``model`` is this rank's part of the model or of its pipeline stage; ZeRO-3's shards count as a whole.
     """
     met: dict[int, tuple[Any, float]] = {}
     try:
@@ -44,7 +46,17 @@ def flops_per_token(model: Any, *, tp: int = 1) -> float:
         if not _is_embedding(module):
             for param in module.parameters(recurse=False):
                 met[id(param)] = param, shares.get(id(param), 1.0)
+    met |= {id(param): (param, 1.0) for param in _tied_outputs(model)}
     return sum((6 if param.requires_grad else 4) * share * _numel(param, tp) for param, share in met.values())
+
+
+def _tied_outputs(model: Any) -> Iterator[Any]:
+    """Tied weights of a pipeline stage that are used by a function of their own: an embedding as output layer."""
+    functions = [f for f in getattr(model, "forward_funcs", ()) if isinstance(f, functools.partial)]
+    for key, module in getattr(model, "tied_modules", {}).items():
+        if any(module in function.args for function in functions):
+            for name in model.tied_weight_attrs[key]:
+                yield operator.attrgetter(name)(module)
 
 
 def _expert_shares(model: Any) -> Iterator[tuple[int, float]]:

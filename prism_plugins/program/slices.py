@@ -89,6 +89,8 @@ class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The tensors the stage before announced, where stages do; known to slices of this very stage."""
     sends: str = ""
     """The tensors this stage announced to the next one, likewise."""
+    flops_per_token: float = 0.0
+    """Model FLOPs a token costs on this stage, likewise; 0: unknown."""
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):

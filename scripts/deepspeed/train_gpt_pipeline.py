@@ -96,6 +96,10 @@ class Block(nn.Module):
         self.out = nn.Linear(args.hidden // ways, args.hidden)
         self.up = nn.Linear(args.hidden, 4 * args.hidden // ways)
         self.down = nn.Linear(4 * args.hidden // ways, args.hidden)
+        if ways > 1:
+            # How DeepSpeed knows which gradients count once and which on every rank of the group.
+            for param in (*self.qkv.parameters(), self.out.weight, *self.up.parameters(), self.down.weight):
+                param.tensor_model_parallel = True
 
     def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         x, mask = inputs if isinstance(inputs, tuple) else (inputs, None)

@@ -37,6 +37,7 @@ def test_middle_stages_are_derived_and_evaluation_is_no_training(place):
     (audited,) = prediction["audit"]["ranks"]
     assert audited // 16 == 2, "the derived stage is audited first"
     assert prediction["audit"]["matched"] == 1
+    assert prediction["tflops_per_gpu"] > 0
     assert "no journal" not in str(prediction["assumptions"])
     reports = [json.loads(path.read_text()) for path in place.out.glob("slices/*/report.json")]
     told = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,19 @@ class Model(nn.Module):
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_that_multiplies_counts_once(tied):
     assert flops_per_token(Model(tied=tied)) == 6 * (2 * 8 * 32 + 8 * 64)
+
+
+def test_an_embedding_that_is_the_output_of_a_pipeline_stage_counts():
+    def logits(embedding, x):
+        return nn.functional.linear(x, embedding.weight)
+
+    stage = nn.Module()
+    stage.tied_modules = nn.ModuleDict({"word": nn.Embedding(64, 8)})
+    stage.tied_weight_attrs = {"word": ["weight"]}
+    stage.forward_funcs = [stage.tied_modules["word"]]
+    assert flops_per_token(stage) == 0
+    stage.forward_funcs = [functools.partial(logits, stage.tied_modules["word"])]
+    assert flops_per_token(stage) == 6 * 8 * 64
 
 
 def test_what_is_not_trained_costs_less():
