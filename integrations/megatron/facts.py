@@ -8,6 +8,7 @@ from typing import Any
 
 from prism_plugins.integrations.megatron.flops import transformer_flops
 from prism_plugins.integrations.megatron.layout import make_layout
+from prism_plugins.integrations.megatron.moe import expert_kinds
 from prism_plugins.integrations.megatron.schedule import ScheduleInputs, is_supported, stage_schedules
 from prism_plugins.integrations.megatron.session import BatchShape, Session
 from prism_plugins.integrations.megatron.shards import optimizer_shards
@@ -30,11 +31,15 @@ def job_facts(session: Session, model: list[Any], config: Any, batch: BatchShape
     sizes = session.sizes
     layout = make_layout(session.context.spec.world_size, sizes, num_microbatches=batch.num_microbatches)
     _say_unknown_sharding(session, model)
+    shards = optimizer_shards(session.optimizers)
+    kinds, kind_of = expert_kinds(session, layout, config, sharded=bool(shards))
     return JobFacts(
         framework="megatron",
         layout=layout,
         stages=_stages(session, model, config, batch, layout),
-        shards=optimizer_shards(session.optimizers),
+        shards=shards,
+        shard_kinds=kinds,
+        kind_of=kind_of,
         tokens_per_iteration=_samples(layout, batch) * batch.seq_length,
         model_flops_per_iteration=_flops(config, model, layout, batch),
     )

@@ -10,9 +10,17 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from prism_plugins.integrations.megatron.session import Session
-from prism_plugins.moe_load import describe_moe_load, expert_choice
+import numpy as np
 
+from prism_plugins.integrations.megatron.session import Session
+from prism_plugins.moe_load import BALANCED, describe_moe_load, expert_choice, expert_counts
+from prism_plugins.program.kinds import MAX_SLICED_IF_ALL
+from prism_plugins.world.layout import Layout
+
+UNSLICED_EXPERTS = (
+    "experts are unevenly loaded, and not every expert-parallel rank is sliced: those that are not are taken to work "
+    "on as many tokens as a sliced one (--prism-ranks slices them)"
+)
 NO_TE_GEMM = (
     "moe_utils.te_general_gemm, undefined without Transformer Engine in megatron-core 0.16, is taken as None"
 )
@@ -25,6 +33,28 @@ def _routing_map(load: str, num_tokens: int, num_experts: int, topk: int) -> Any
 
     choice = torch.tensor(expert_choice(load, num_tokens, num_experts, topk))
     return torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(1, choice, True)
+
+
+def expert_kinds(
+    session: Session, layout: Layout, config: Any, *, sharded: bool
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """``JobFacts.shard_kinds`` and ``kind_of`` where ranks that hold other experts work on other numbers of tokens: a
+    kind for each expert-parallel rank, its size the load of its experts. Empty where all are loaded alike.
+
+    ``sharded``: a distributed optimizer tells ranks apart already.
+    """
+    load = session.context.spec.moe_load
+    if load == BALANCED or layout.ep == 1 or not getattr(config, "num_moe_experts", None):
+        return (), ()
+    if sharded or layout.ep > MAX_SLICED_IF_ALL or layout.etp != layout.tp:
+        session.context.assume(UNSLICED_EXPERTS)
+        return (), ()
+    counts = expert_counts(load, 1_000_000, config.num_moe_experts, config.moe_router_topk)
+    kinds = tuple((int(part.sum()),) for part in np.split(counts, layout.ep))
+    axes = list(reversed(layout.sizes()))
+    grid = np.moveaxis(layout.grid(), (axes.index("pp"), axes.index("tp")), (0, 1))
+    members = np.sort(grid[0, 0].ravel()).tolist()
+    return kinds, tuple(layout.coords(rank, expert=True)["ep"] for rank in members)
 
 
 def _route(session: Session, routing_map: Any, topk: int) -> Any:

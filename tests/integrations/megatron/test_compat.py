@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from megatron.core.transformer import TransformerConfig, torch_norm
 
-from prism_plugins.integrations.megatron import compat
+from prism_plugins.integrations.megatron import compat, moe
 from prism_plugins.integrations.megatron.session import Session
+from prism_plugins.world.layout import Layout
 from tests.integrations.megatron.test_hooks import FakeContext
 
 
@@ -73,3 +75,33 @@ def test_indices_are_built_in_memory_and_the_configuration_stays():
     assert seen == [(True, None, False)]
     assert dataset.config is config
     assert vars(config) == {"mock": False, "path_to_cache": "/cache", "defer_npy_index_mmap": True}
+
+
+UNEVEN = "tokens:3,3,1,1,0,0,0,0"
+
+
+@pytest.mark.parametrize(
+    ("load", "sizes", "loads", "kinds"),
+    [
+        ("balanced", {"dp": 8, "ep": 4}, (), ()),
+        ("zipf:1", {"dp": 8}, (), ()),
+        (UNEVEN, {"dp": 8, "ep": 4}, (750_000, 250_000, 0, 0), (0, 1, 2, 3, 0, 1, 2, 3)),
+        (
+            UNEVEN,
+            {"dp": 4, "cp": 2, "ep": 2, "tp": 2, "etp": 2},
+            (1_000_000, 0),
+            (0, 1, 0, 1, 0, 1, 0, 1),
+        ),
+    ],
+)
+def test_ranks_with_other_experts_are_of_another_kind_where_experts_are_loaded_unevenly(
+    load, sizes, loads, kinds
+):
+    layout = Layout(world_size=8 * sizes.get("tp", 1), **sizes)
+    session = Session(FakeContext())
+    session.context.spec.moe_load = load
+    config = SimpleNamespace(num_moe_experts=8, moe_router_topk=1)
+    told = moe.expert_kinds(session, layout, config, sharded=False)
+    assert told == (tuple((size,) for size in loads), kinds)
+    assert moe.expert_kinds(session, layout, config, sharded=True) == ((), ())
+    assert session.context.assumptions == [moe.UNSLICED_EXPERTS] * bool(kinds)
