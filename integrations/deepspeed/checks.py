@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -92,9 +93,11 @@ def check_file(session: Session, path: str, load: Any) -> None:
         if path.endswith((".json", ".hjson")) or os.sep in path:
             raise PrismError(f"the DeepSpeed configuration {path} does not exist")
         return  # DeepSpeed takes it as base64.
+    if not Path(path).is_file():
+        raise PrismError(f"the DeepSpeed configuration {path} is not a file")
     session.context.depends_on(Path(path))
     try:
-        load(Path(path).read_text(encoding="utf-8"))
+        content = load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise PrismError(f"the DeepSpeed configuration {path} cannot be read: {error}") from None
     except ValueError as error:
@@ -103,6 +106,10 @@ def check_file(session: Session, path: str, load: Any) -> None:
         raise PrismError(
             f"the DeepSpeed configuration {path} is not valid JSON: line {line}, column {column}: {reason}"
         ) from None
+    if not isinstance(content, dict):
+        raise PrismError(
+            f"the DeepSpeed configuration {path} holds a {type(content).__name__} instead of a JSON object"
+        )
 
 
 def refusal(error: Exception) -> PrismError:
@@ -218,13 +225,19 @@ def unknown_keys(config: Any, config_class: Any) -> list[Finding]:
     probe = object.__new__(config_class)
     probe.global_rank, probe.world_size = config.global_rank, config.world_size
     watched = LookedUp(given)
+    logger = sys.modules[config_class.__module__].logger
+    was_disabled, logger.disabled = logger.disabled, True  # What it warns of was said already.
     try:
         probe._initialize_params(watched)
     except Exception:  # A reader that wants a plain dict: nothing can be said.
         return []
+    finally:
+        logger.disabled = was_disabled
     known = watched.asked | _READ_ELSEWHERE
     findings = []
     for key, value in given.items():
+        if not isinstance(key, str):
+            continue
         if key not in known:
             findings.append(_ignored(key, value, sorted(known), _zero_fields(config)))
         elif isinstance(value, dict):

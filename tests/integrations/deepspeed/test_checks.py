@@ -125,6 +125,12 @@ def test_files_that_are_missing_or_broken(configure, tmp_path):
     path.write_bytes(b'{"train_batch_size": 64, "x": "\xff"}')
     with pytest.raises(PrismError, match="cannot be read"):
         configure(str(path))
+    path.write_text("[1, 2]")
+    with pytest.raises(PrismError, match="holds a list instead of a JSON object"):
+        configure(str(path))
+    for special in (str(tmp_path), "/dev/zero"):
+        with pytest.raises(PrismError, match="is not a file"):
+            configure(special)
 
 
 def test_a_batch_size_that_does_not_fit_the_world_is_told_with_what_would(configure):
