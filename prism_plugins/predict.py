@@ -13,6 +13,7 @@ from prism_plugins.costs.nccl.tables import NVLS_CHANNELS, P2P_CHANNELS
 from prism_plugins.costs.nccl.tables import generation as generation_of
 from prism_plugins.emit.ranks import format_ranks, join_ranks
 from prism_plugins.options import Options
+from prism_plugins.program.host_memory import host_memory_findings, host_memory_of_node
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.memory import memory_findings, memory_of_classes
 from prism_plugins.program.memory_device import DeviceOverhead
@@ -105,6 +106,12 @@ def predict(evidence: Evidence) -> Prediction:
     layout = msgspec.structs.asdict(facts.layout)
     world = facts.layout.world_size
     seconds = timeline.iteration_time_ns / 1e9 if timeline is not None else 0.0
+    host = host_memory_of_node(
+        evidence.programs.classes,
+        evidence.reports,
+        gpus_per_node=evidence.cluster.gpus_per_node,
+        capacity_bytes=evidence.cluster.host.memory_bytes,
+    )
     return Prediction(
         framework=facts.framework,
         world_size=world,
@@ -122,12 +129,14 @@ def predict(evidence: Evidence) -> Prediction:
         breakdown_ms=timeline.breakdown[timeline.slowest_class] if timeline is not None else _NO_TIME,
         slowest_rank=timeline.slowest_rank if timeline is not None else -1,
         memory=evidence.memory,
+        host_memory=host,
         slices=tuple(_slice(rank, report) for rank, report in sorted(evidence.reports.items())),
         classes=_classes(evidence),
         findings=(
             *evidence.findings,
             *merged_findings(evidence.reports),
             *memory_findings(evidence.memory),
+            *host_memory_findings(host),
             *_unsteady(evidence.reports),
         ),
         unpriced_ops=dict(timeline.unpriced) if timeline is not None else {},

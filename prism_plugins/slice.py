@@ -110,6 +110,10 @@ class Slice:
                 peak_reserved_bytes=stats.peak_reserved_bytes,
                 allocated_bytes_end=stats.allocated_bytes,
                 timers=timers_of_events(context.iteration_timers, recorded.events),
+                host_pageable_bytes=stats.host.pageable_peak,
+                host_pinned_bytes=stats.host.page_locked,
+                host_peak_bytes=stats.host.total_peak,
+                untouched_bytes=stats.host.untouched_peak,
                 synthesized_reads=sum(stats.synthesized_reads.values()),
             )
         )

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from prism_plugins.device import library
-from prism_plugins.device.memory import memory_counts
+from prism_plugins.device.memory import HostCounts, host_counts, memory_counts
 from prism_plugins.errors import PrismError
 from prism_plugins.program.model import (
     EVENT_DTYPE,
@@ -77,6 +77,7 @@ class DeviceStats(msgspec.Struct, frozen=True, kw_only=True):
     """Ops on real memory whose results had to be synthesized, by name."""
     no_meta_kernel: dict[str, int]
     """Ops that only mutate their arguments and have no Meta kernel: taken as keeping the shapes, by name."""
+    host: HostCounts
 
 
 class Recorder:
@@ -230,11 +231,13 @@ class Recorder:
             synthesized_reads=_tally(0),
             no_cpu_kernel=_tally(1),
             no_meta_kernel=_tally(2),
+            host=host_counts(),
         )
 
     def reset_peaks(self) -> None:
         """Set peak counters to the current values."""
         library.call("reset_peak_stats", library.call("get_device"))
+        library.call("reset_host_peaks")
 
     def _decode_signatures(self) -> list[OpSignature]:
         for i in range(len(self._signatures), library.call("num_signatures")):

@@ -81,6 +81,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Per op that launches nothing."""
     comm_us: float = 25.0
     """Per c10d call."""
+    memory_bytes: int = 2_199_023_255_552
+    """Of a node. Default: 2 TiB (NVIDIA DGX H100 data sheet: 2 TB)."""
     memory_bytes_per_s: float = 614.4e9
     """Peak bandwidth of a node's host memory, all sockets; its GPUs share it evenly. Default: two sockets with eight
     channels of DDR5-4800 (DGX H100 and H200: two Xeon 8480C). NVLink-C2C (Grace) is not modelled."""

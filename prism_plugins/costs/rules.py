@@ -75,12 +75,10 @@ def _copy(r: Roofline, s: OpSignature) -> Work:
     if source is None or target is None:
         return bytes_bound(r, s, r.eff.cast)
     nbytes = footprint(source) + footprint(target)
-    devices = [value for _, value in s.scalars if isinstance(value, str)] + [
-        str(s.attrs.get("direction", ""))
-    ]
-    if any(word in d for d in devices for word in ("h2d", "d2h", "cpu")):
-        moved = max(footprint(source), footprint(target))
-        return Work(bytes=moved, seconds=moved / r.pcie_bytes_per_s)
+    if s.attrs.get("direction") in ("h2d", "d2h"):
+        moved = footprint(target)
+        speed = 1.0 if s.attrs.get("host") == "pinned" else r.host.pageable_copy_fraction
+        return Work(bytes=moved, seconds=moved / (r.pcie_bytes_per_s * speed))
     if source.dtype == target.dtype and is_vectorised((source, target)):
         return Work(bytes=nbytes, seconds=r.hbm_seconds(nbytes, r.eff.elementwise))
     if (

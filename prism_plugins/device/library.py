@@ -13,7 +13,7 @@ from prism_plugins.errors import PrismError
 
 _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "torch_version": (c_char_p, ()),
-    "configure": (None, (c_size_t, c_int, c_int64, c_int, c_int, c_size_t)),
+    "configure": (None, (c_size_t, c_size_t, c_int, c_int64, c_int, c_int, c_size_t)),
     "register": (None, ()),
     "get_device": (c_int, ()),
     "set_device": (None, (c_int,)),
@@ -38,6 +38,10 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "reset_accumulated_stats": (None, (c_int,)),
     "device_stats": (None, (c_int, POINTER(c_int64))),
     "live_allocations": (c_size_t, (POINTER(c_int64), c_size_t)),
+    "host_stats": (None, (POINTER(c_int64),)),
+    "reset_host_peaks": (None, ()),
+    "is_host_shape_only": (c_int, (c_void_p,)),
+    "real_host": (None, (c_int,)),
     "allocation_id": (c_int64, (c_void_p,)),
     "storage_state": (c_int, (c_void_p,)),
     "set_synthesized": (None, (c_void_p, c_int)),

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 REAL_LIMIT_BYTES = 64 * 1024
 """On the virtual device, storages up to this size have real memory and are computed; larger ones are shape only."""
 
+HOST_LIMIT_BYTES = 2**20
+"""On the virtual device, floating-point tensors on the host that torch allocates are shape only from this size on."""
+
 _UNLIMITED = 2**63
 
 _configuration: list[int] = []
@@ -52,6 +55,7 @@ def load_device(spec: SliceSpec) -> None:
         )
     _configuration[:] = [
         REAL_LIMIT_BYTES if spec.device == "virtual" else _UNLIMITED,
+        HOST_LIMIT_BYTES if spec.device == "virtual" else _UNLIMITED,
         spec.gpus_per_node,
         spec.gpu.memory_bytes,
         *spec.gpu.capability,

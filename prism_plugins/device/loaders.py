@@ -17,7 +17,6 @@ _CUDA_HOME = "/usr/local/cuda"
 
 _IN_PROCESS = {
     "num_workers": 0,
-    "pin_memory": False,
     "prefetch_factor": None,
     "persistent_workers": False,
     "multiprocessing_context": None,
@@ -26,15 +25,15 @@ _IN_PROCESS = {
 
 
 def dataloader_init(context: SliceContext) -> Callable[..., None]:
-    """``DataLoader.__init__`` that loads in the process, without pinning, and says so once."""
+    """``DataLoader.__init__`` that loads in the process, and says so once."""
     original = torch.utils.data.DataLoader.__init__
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
         bound = signature.bind(self, *arguments, **options)
-        if bound.arguments.get("num_workers") or bound.arguments.get("pin_memory"):
-            context.assume("DataLoader: batches are loaded in the process, without workers and pinned memory")
+        if bound.arguments.get("num_workers"):
+            context.assume("DataLoader: batches are loaded in the process, without workers")
         bound.arguments.update({k: v for k, v in _IN_PROCESS.items() if k in bound.arguments})
         original(*bound.args, **bound.kwargs)
 

@@ -1,8 +1,10 @@
-"""Memory statistics of the virtual device in the shape ``torch._C._cuda_memoryStats`` returns them."""
+"""Memory statistics: of the virtual device in the shape ``torch._C._cuda_memoryStats`` returns them, and of the host."""
 
 from __future__ import annotations
 
 import ctypes
+
+import msgspec
 
 from prism_plugins.device import library
 
@@ -31,3 +33,28 @@ def memory_counts(device: int) -> dict:
     stats["oversize_allocations"] = dict.fromkeys(_FIELDS, 0)
     stats["oversize_segments"] = dict.fromkeys(_FIELDS, 0)
     return stats
+
+
+class HostCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Host memory of large tensors of one process, bytes."""
+
+    pageable: int
+    pageable_peak: int
+    pinned: int
+    """In use, as requested."""
+    pinned_peak: int
+    page_locked: int
+    """What torch's pinned allocator holds: sizes rounded up to powers of two, and kept when freed."""
+    total_peak: int
+    """Of pageable and page-locked together, since the process began."""
+    untouched: int
+    """Reserved for shape-only tensors, pinned or not."""
+    untouched_peak: int
+    """Since the process began."""
+
+
+def host_counts() -> HostCounts:
+    """Counts of this process; ``pageable_peak`` and ``pinned_peak`` since the recorder's peaks were reset."""
+    numbers = (ctypes.c_int64 * len(HostCounts.__struct_fields__))()
+    library.call("host_stats", numbers)
+    return HostCounts(**dict(zip(HostCounts.__struct_fields__, numbers, strict=True)))

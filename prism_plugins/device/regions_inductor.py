@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from prism_plugins.capture.recorder import get_recorder, tensor_spec
+from prism_plugins.device.host_memory import real_host_tensors
 from prism_plugins.device.regions import summary
 from prism_plugins.device.tensors import host_view, is_synthesized, is_virtual, mark_real, mark_synthesized
 from prism_plugins.integration import SliceContext
@@ -306,7 +307,8 @@ def _with_values(
         outputs = call(args)
         if not changed and all(isinstance(t, torch.Tensor) and is_synthesized(t) for t in outputs):
             return outputs  # too large to hold values
-        values = host_graph(hosts)
+        with real_host_tensors():
+            values = host_graph(hosts)
         for index, tensor in zip(mutated, changed, strict=True):
             host_view(tensor).copy_(hosts[index])
             mark_real(tensor)

@@ -20,6 +20,7 @@ import torch.utils._triton
 import torch.utils.data
 
 from prism_plugins.device.bindings import CUDA_VERSION, DeviceProperties, Nvtx, bindings, cudart
+from prism_plugins.device.host_memory import clone_storage, new, new_tensor, share_storage
 from prism_plugins.device.library import call
 from prism_plugins.device.loaders import dataloader_init, guard_cpp_extension
 from prism_plugins.device.memory import memory_counts
@@ -93,6 +94,10 @@ def replacements(context: SliceContext) -> list[Replacement]:
         ),
         Replacement(torch.UntypedStorage, "resize_", _resize_storage, "compiled without the CUDA branch"),
         Replacement(torch.UntypedStorage, "__new__", _new_storage, "does not know CUDA in a CPU build"),
+        Replacement(torch.UntypedStorage, "clone", clone_storage, "would copy memory that nobody touches"),
+        Replacement(torch.UntypedStorage, "share_memory_", share_storage, "would touch reserved memory"),
+        Replacement(torch.Tensor, "new", new, "takes the key of shape-only host tensors for a device"),
+        Replacement(torch.Tensor, "new_tensor", new_tensor, "takes that key for a device"),
         *(
             Replacement(cuda, name, _legacy_type(name, dtype), "its constructor refuses in a CPU build")
             for name, dtype in LEGACY_TYPES.items()

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prism_plugins.emit.ranks import shorten_ranks
-from prism_plugins.program.prediction import ClassMemory, Finding, Prediction
+from prism_plugins.program.prediction import ClassMemory, Finding, HostMemory, Prediction
 from prism_plugins.streams import PipeConsole
 
 WIDTH_WITHOUT_TERMINAL = 110
@@ -68,6 +68,8 @@ def summary(prediction: Prediction, *, files: Sequence[tuple[str, str]] = ()) ->
     rows.add_row("Iteration", _speed(prediction))
     rows.add_row("Time", _breakdown(prediction))
     rows.add_row("Memory", _memory(prediction))
+    if prediction.host_memory is not None:
+        rows.add_row("Host memory", _host_memory(prediction.host_memory))
     rows.add_row("Ranks", _ranks(prediction))
     rows.add_row("Audit", _audit(prediction))
     rows.add_row("Findings", _findings(prediction.findings))
@@ -216,6 +218,14 @@ def _outside_torch(memory: ClassMemory) -> list[tuple[str, int]]:
     rest = [(n.replace("_", " "), size) for n, size in memory.outside_torch.items() if n not in nccl]
     groups = len(nccl.keys() - {"nccl"})
     return [*rest, (f"NCCL, {groups} groups", sum(nccl.values()))] if nccl else rest
+
+
+def _host_memory(host: HostMemory) -> Text:
+    return Text(
+        f"of a node, large tensors: {gib(host.pinned_bytes)} pinned, {gib(host.pageable_bytes)} pageable; "
+        f"{gib(host.peak_bytes)} at most since the start, of {gib(host.capacity_bytes)}\n"
+        f"a slice reserved {gib(host.untouched_bytes)} of host memory without touching it"
+    )
 
 
 def _spread(memory: Sequence[ClassMemory]) -> str:

@@ -119,7 +119,8 @@ def memory_op_name(signature: OpSignature) -> str | None:
     """
     direction = signature.attrs.get("direction")
     if direction in ("h2d", "d2h"):
-        return "Memcpy HtoD (Pinned -> Device)" if direction == "h2d" else "Memcpy DtoH (Device -> Pinned)"
+        host = str(signature.attrs.get("host", "pinned")).capitalize()
+        return f"Memcpy HtoD ({host} -> Device)" if direction == "h2d" else f"Memcpy DtoH (Device -> {host})"
     if signature.op in ("aten::copy_", "aten::copy_.default"):
         tensors = (*signature.inputs[:2], *signature.outputs[:1])
         same = len({(t.dtype, t.shape) for t in tensors}) == 1

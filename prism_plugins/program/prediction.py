@@ -30,6 +30,21 @@ class ClassMemory(msgspec.Struct, frozen=True, kw_only=True):
     ``nccl <group>`` for each communicator. With ``peak_reserved_bytes`` they sum to ``device_used_bytes``."""
 
 
+class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Host memory of the large tensors of one node's ranks, bytes: the node with most. What else its processes hold
+    (libraries, data sets, small tensors) comes on top."""
+
+    pinned_bytes: int
+    """Page-locked: torch's pinned allocator rounds sizes up to powers of two and keeps what is freed."""
+    pageable_bytes: int
+    """Peak over a steady iteration."""
+    peak_bytes: int
+    """Peak of both since the processes began, as if all of them had it at once."""
+    capacity_bytes: int
+    untouched_bytes: int
+    """Reserved by the slice with most and never touched: what the emulation did without."""
+
+
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Where the iteration of the slowest rank goes; the parts sum to the iteration time, ms."""
 
@@ -115,6 +130,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     breakdown_ms: Breakdown
     slowest_rank: int
     memory: tuple[ClassMemory, ...]
+    host_memory: HostMemory | None = None
+    """None when no rank has large host tensors."""
     slices: tuple[SliceSummary, ...]
     classes: tuple[ClassSummary, ...]
     findings: tuple[Finding, ...]

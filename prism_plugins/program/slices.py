@@ -143,6 +143,14 @@ class SliceReport(msgspec.Struct, kw_only=True):
     peak_reserved_bytes: int = 0
     allocated_bytes_end: int = 0
     """Live at the end of the steady iteration."""
+    host_pageable_bytes: int = 0
+    """Peak of large host tensors over the steady iteration, pinned ones apart."""
+    host_pinned_bytes: int = 0
+    """Page-locked by torch's pinned allocator when the steady iteration ends."""
+    host_peak_bytes: int = 0
+    """Peak of both together since the process began."""
+    untouched_bytes: int = 0
+    """Peak of host memory that was reserved for large tensors and not touched."""
     synthesized_reads: int = 0
     assumptions: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()

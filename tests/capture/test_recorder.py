@@ -124,7 +124,10 @@ def test_copies_between_host_and_device():
         S,
     ]  # pageable memory: the host waits
     assert kinds(record(lambda: device.copy_(host))) == [K, S]
-    assert kinds(record(lambda: device.copy_(host, non_blocking=True))) == [K]
+    assert kinds(record(lambda: device.copy_(host, non_blocking=True))) == [K, S]
+    assert kinds(record(lambda: device.copy_(pinned, non_blocking=True))) == [K]
+    few, few_on_host = torch.empty(100, device="cuda"), torch.ones(100)
+    assert kinds(record(lambda: few.copy_(few_on_host, non_blocking=True))) == [K]
     assert kinds(record(lambda: device.copy_(x))) == [K]
     # Of another dtype: converted on the device first, into memory of its own.
     double = torch.empty(BIG, dtype=torch.float64).pin_memory()
@@ -134,6 +137,30 @@ def test_copies_between_host_and_device():
         K,
         EventKind.FREE,
     ]
+
+
+def test_copies_say_between_what():
+    host, device = torch.ones(BIG), torch.empty(BIG, device="cuda")
+    pinned = host.pin_memory()
+    recorded = record(
+        lambda: (device.copy_(host), device.copy_(pinned), host.copy_(device), pinned.copy_(device))
+    )
+    assert [(s.attrs["direction"], s.attrs["host"]) for s in ops(recorded)] == [
+        ("h2d", "pageable"),
+        ("h2d", "pinned"),
+        ("d2h", "pageable"),
+        ("d2h", "pinned"),
+    ]
+
+
+def test_work_on_large_host_tensors_is_host_work():
+    big_on_host, few = torch.empty(BIG), torch.ones(100)
+    recorded = record(lambda: (big_on_host.mul_(2), few.mul_(2), big_on_host.norm(), big_on_host.view(-1)))
+    assert kinds(recorded) == [EventKind.HOST] * 2
+    multiply, norm = (recorded.signatures[i - 1] for i in recorded.events["ref"])
+    assert multiply.op == "host::mul_.Tensor"
+    assert multiply.inputs == (TensorSpec("float32", BIG),)
+    assert norm.op == "host::linalg_vector_norm"
 
 
 def test_masks_make_the_host_wait():

@@ -271,55 +271,11 @@ struct DeviceAllocator final : c10::Allocator {
   }
 };
 
-// Pinned host memory is ordinary memory whose addresses are remembered.
-struct PinnedAllocator final : c10::Allocator {
-  c10::DataPtr allocate(size_t n) override {
-    if (n == 0) return {nullptr, nullptr, &delete_nothing, c10::Device(c10::DeviceType::CPU)};
-    void* p = std::aligned_alloc(64, (n + 63) / 64 * 64);
-    TORCH_CHECK(p, "prism: the host has no ", n, " bytes left for pinned memory");
-    std::lock_guard<std::mutex> guard(mutex());
-    ranges()[reinterpret_cast<uintptr_t>(p)] = n;
-    return {p, p, &release, c10::Device(c10::DeviceType::CPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, std::size_t n) const override { std::memcpy(to, from, n); }
-
-  static void release(void* p) {
-    {
-      std::lock_guard<std::mutex> guard(mutex());
-      ranges().erase(reinterpret_cast<uintptr_t>(p));
-    }
-    std::free(p);
-  }
-  static std::mutex& mutex() {
-    static auto* m = new std::mutex();
-    return *m;
-  }
-  static std::map<uintptr_t, size_t>& ranges() {
-    static auto* r = new std::map<uintptr_t, size_t>();
-    return *r;
-  }
-};
-
 }  // namespace
 
 c10::Allocator* device_allocator() {
   static auto* a = new DeviceAllocator();
   return a;
-}
-
-c10::Allocator* pinned_allocator() {
-  static auto* a = new PinnedAllocator();
-  return a;
-}
-
-bool is_pinned_pointer(const void* p) {
-  std::lock_guard<std::mutex> guard(PinnedAllocator::mutex());
-  auto& r = PinnedAllocator::ranges();
-  auto it = r.upper_bound(reinterpret_cast<uintptr_t>(p));
-  if (it == r.begin()) return false;
-  --it;
-  return reinterpret_cast<uintptr_t>(p) < it->first + it->second;
 }
 
 Allocation* allocation_of(const c10::StorageImpl* storage) {

@@ -41,8 +41,6 @@ enum Category : uint8_t {
 constexpr uintptr_t kFakeBit = 1ull << 62;
 
 c10::Allocator* device_allocator();
-c10::Allocator* pinned_allocator();
-bool is_pinned_pointer(const void* p);
 
 // The allocation of a storage, or nullptr when it is not ours (CPU, zero bytes).
 Allocation* allocation_of(const c10::StorageImpl* storage);

@@ -31,7 +31,7 @@ constexpr int64_t kNoSignature = -1;
 struct Result {
   enum Kind : uint8_t { kArgument, kFresh, kFreshList, kConstant };
   struct Geometry {
-    bool defined;
+    bool defined, on_host;
     std::vector<int64_t> sizes, strides;
     at::ScalarType dtype;
   };
@@ -109,8 +109,9 @@ bool any_elements(const std::vector<Tensor>& tensors) {
   return tensors.empty();
 }
 
-void add_kernel_event(uint32_t signature) {
-  Recorder::get().add(EventKind::kKernel, current_stream(current_device()), signature);
+void add_op_event(uint32_t signature, OpPlace place) {
+  if (place == OpPlace::kHost) Recorder::get().add(EventKind::kHost, 0, 1 + signature);
+  else Recorder::get().add(EventKind::kKernel, current_stream(current_device()), signature);
 }
 
 void count_op(const OpPlan& plan) {
@@ -246,6 +247,11 @@ bool compute(const OpPlan& plan, const IValue* args, const Inputs& inputs, Stack
 
 Tensor make(const Result::Geometry& g) {
   if (!g.defined) return Tensor();
+  if (g.on_host) {
+    Tensor t = new_host_tensor(g.sizes, g.strides, g.dtype);
+    fill_plausible(t);
+    return t;
+  }
   Tensor t = new_tensor(g.sizes, g.strides, g.dtype);
   auto* a = allocation_of(t);
   if (a && a->real) {
@@ -255,9 +261,9 @@ Tensor make(const Result::Geometry& g) {
   return t;
 }
 
-Result::Geometry geometry_of(const Tensor& t) {
-  if (!t.defined()) return {false, {}, {}, at::kFloat};
-  return {true, t.sizes().vec(), t.strides().vec(), t.scalar_type()};
+Result::Geometry geometry_of(const Tensor& t, bool on_host) {
+  if (!t.defined()) return {false, on_host, {}, {}, at::kFloat};
+  return {true, on_host, t.sizes().vec(), t.strides().vec(), t.scalar_type()};
 }
 
 IValue make_result(const Result& r, const IValue* args) {
@@ -280,9 +286,11 @@ void taint_written(const OpPlan& plan, const IValue* args) {
   for (size_t i = 0; i < plan.kinds.size(); ++i) {
     if (!plan.writes[i]) continue;
     for_each_tensor(args[i], plan.kinds[i], [&](const Tensor& t) {
-      auto* a = allocation_of(t);
-      if (!a || !a->real) return;
-      a->synthesized = true;
+      if (!t.is_cpu()) {
+        auto* a = allocation_of(t);
+        if (!a || !a->real) return;
+        a->synthesized = true;
+      }
       if (plan.overwrites[i]) fill_plausible(t);
     });
   }
@@ -293,7 +301,7 @@ Stack call_meta(const OpPlan& plan, const IValue* args, Stack& given) {
   for (size_t i = 0; i < n; ++i) {
     if (static_cast<int>(i) == plan.generator) given.emplace_back();
     else if (args[i].isDevice()) given.emplace_back(c10::Device(c10::DeviceType::Meta));
-    else given.push_back(convert(args[i], plan.kinds[i], meta_alias));
+    else given.push_back(convert(args[i], plan.kinds[i], [&](const Tensor& t) { return meta_alias(t, plan.writes[i]); }));
   }
   Stack stack = given;
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -311,7 +319,7 @@ Stack call_meta(const OpPlan& plan, const IValue* args, Stack& given) {
 }
 
 // Runs the Meta kernel, pushes the results and tells how to make them again.
-std::unique_ptr<Entry> infer(const OpPlan& plan, const IValue* args, Stack& results, bool& cacheable) {
+std::unique_ptr<Entry> infer(const OpPlan& plan, const IValue* args, bool on_host, Stack& results, bool& cacheable) {
   Stack given;
   Stack metas = call_meta(plan, args, given);
   auto entry = std::make_unique<Entry>();
@@ -319,7 +327,8 @@ std::unique_ptr<Entry> infer(const OpPlan& plan, const IValue* args, Stack& resu
     if (!plan.writes[i] || plan.kinds[i] != ArgKind::kTensor || args[i].isNone()) continue;
     const Tensor& t = args[i].toTensor();
     if (t.sizes() == given[i].toTensor().sizes()) continue;
-    set_geometry(t, given[i].toTensor());
+    if (t.is_cpu()) resize_host_tensor(t, given[i].toTensor().sizes());
+    else set_geometry(t, given[i].toTensor());
     cacheable = false;
   }
   for (size_t j = 0; j < metas.size(); ++j) {
@@ -341,10 +350,10 @@ std::unique_ptr<Entry> infer(const OpPlan& plan, const IValue* args, Stack& resu
       continue;
     } else if (v.isTensor()) {
       r.kind = Result::kFresh;
-      r.tensors.push_back(geometry_of(v.toTensor()));
+      r.tensors.push_back(geometry_of(v.toTensor(), on_host));
     } else if (v.isTensorList()) {
       r.kind = Result::kFreshList;
-      for (const Tensor& t : v.toTensorVector()) r.tensors.push_back(geometry_of(t));
+      for (const Tensor& t : v.toTensorVector()) r.tensors.push_back(geometry_of(t, on_host));
     } else {
       r.constant = v;
     }
@@ -354,12 +363,22 @@ std::unique_ptr<Entry> infer(const OpPlan& plan, const IValue* args, Stack& resu
   return entry;
 }
 
-void finish(const OpPlan& plan, const IValue* args, const Stack& results) {
+void finish(const OpPlan& plan, const IValue* args, const Stack& results, OpPlace place = OpPlace::kDevice) {
   auto outputs = outputs_of(plan, args, results);
   if (plan.launches && any_elements(outputs)) {
-    count_op(plan);
-    record_kernel(plan, args, outputs);
+    if (place == OpPlace::kDevice) count_op(plan);
+    record_kernel(plan, args, outputs, place);
   }
+}
+
+void count_host_read(const OpPlan& plan, at::ScalarType dtype) {
+  counters().synthesized_reads.count(plan.name + " " + c10::toString(dtype) + " on the host");
+}
+
+// Small host tensors that stand for values nobody computed: from here on the script takes them for real.
+void count_host_reads(const OpPlan& plan, const IValue* args, const Stack& results) {
+  for (const Tensor& t : outputs_of(plan, args, results))
+    if (!is_host_shape_only(t) && t.numel() > 0) return count_host_read(plan, t.scalar_type());
 }
 
 void replace_arguments(Stack* stack, size_t num_args, Stack&& results) {
@@ -369,25 +388,25 @@ void replace_arguments(Stack* stack, size_t num_args, Stack&& results) {
 
 }  // namespace
 
-void record_kernel(const OpPlan& plan, const IValue* args, at::ArrayRef<Tensor> outputs) {
+void record_kernel(const OpPlan& plan, const IValue* args, at::ArrayRef<Tensor> outputs, OpPlace place) {
   if (!Recorder::get().on()) return;
   SampledTimer timer;
   thread_local Key key;
   Inputs inputs;
   // The identity of a call whose outputs depend on values includes the outputs.
   bool keyed = build_key(key, plan, args, inputs);
-  key.add(~uint64_t{0});
+  key.add(~static_cast<uint64_t>(place));
   for (const auto& t : outputs) key.add(t);
   uint64_t hash = key.hash();
   Entry* entry = keyed ? cache().find(key, hash) : nullptr;
   if (!entry) {
     auto fresh = std::make_unique<Entry>();
-    fresh->signature = Recorder::get().intern(signature_json(plan, args, outputs));
-    if (!keyed) return add_kernel_event(static_cast<uint32_t>(fresh->signature));
+    fresh->signature = Recorder::get().intern(signature_json(plan, args, outputs, place));
+    if (!keyed) return add_op_event(static_cast<uint32_t>(fresh->signature), place);
     fresh->key = key.words();
     entry = cache().insert(std::move(fresh), hash);
   }
-  add_kernel_event(static_cast<uint32_t>(entry->signature));
+  add_op_event(static_cast<uint32_t>(entry->signature), place);
 }
 
 void record_read_back(const std::string& op, const Tensor& source, bool synthesized) {
@@ -419,10 +438,13 @@ void run_op(const OpPlan& plan, Stack* stack) {
   Inputs inputs;
   bool keyed = build_key(key, plan, args, inputs);
   DeviceScope device(inputs.first_virtual);
+  bool on_host = !inputs.first_virtual && inputs.first_host;
+  OpPlace place = on_host ? OpPlace::kHost : OpPlace::kDevice;
   Stack results;
 
   bool real = !inputs.any_shape_only && inputs.first_virtual;
   if (real && !plan.fused_attention && !plan.no_cpu_kernel && !(inputs.any_synthesized && plan.sizes_by_values)) {
+    RealHostScope real_host;
     if (compute(plan, args, inputs, results)) {
       finish(plan, args, results);
       if (plan.reads_back) record_read_back(plan.name, *inputs.first_virtual, inputs.any_synthesized);
@@ -434,13 +456,14 @@ void run_op(const OpPlan& plan, Stack* stack) {
   }
 
   if (plan.policy) {
-    plan.policy(args, results);
-    finish(plan, args, results);
-    record_read_back(plan.name, *inputs.first_virtual, true);
+    plan.policy(args, results, on_host);
+    finish(plan, args, results, place);
+    if (on_host) count_host_read(plan, inputs.first_host->scalar_type());
+    else record_read_back(plan.name, *inputs.first_virtual, true);
     return replace_arguments(stack, n, std::move(results));
   }
 
-  if (plan.random) advance_generator(generator_argument(plan, args));
+  if (plan.random && !on_host) advance_generator(generator_argument(plan, args));
   uint64_t hash = key.hash();
   Entry* entry = keyed ? cache().find(key, hash) : nullptr;
   if (entry) {
@@ -451,10 +474,10 @@ void run_op(const OpPlan& plan, Stack* stack) {
     counters().cache_misses++;
     std::vector<uint64_t> words = key.words();  // the Meta kernel may come back here and reuse the buffer
     bool cacheable = keyed;
-    auto fresh = infer(plan, args, results, cacheable);
+    auto fresh = infer(plan, args, on_host, results, cacheable);
     taint_written(plan, args);
     if (!cacheable) {
-      finish(plan, args, results);
+      finish(plan, args, results, place);
       return replace_arguments(stack, n, std::move(results));
     }
     fresh->key = std::move(words);
@@ -462,19 +485,21 @@ void run_op(const OpPlan& plan, Stack* stack) {
     entry = cache().insert(std::move(fresh), hash);
   }
   if (real && plan.fused_attention) {
+    RealHostScope real_host;
     if (compute_attention(plan, args, results)) counters().computed++;
     else counters().no_cpu_kernel.count(plan.name);
   }
+  if (on_host) count_host_reads(plan, args, results);
   if (entry->launches) {
-    count_op(plan);
+    if (!on_host) count_op(plan);
     if (Recorder::get().on()) {
       SampledTimer timer;
       int64_t signature = entry->signature.load(std::memory_order_relaxed);
       if (signature == kNoSignature) {
-        signature = Recorder::get().intern(signature_json(plan, args, outputs_of(plan, args, results)));
+        signature = Recorder::get().intern(signature_json(plan, args, outputs_of(plan, args, results), place));
         entry->signature = signature;
       }
-      add_kernel_event(static_cast<uint32_t>(signature));
+      add_op_event(static_cast<uint32_t>(signature), place);
     }
   }
   replace_arguments(stack, n, std::move(results));

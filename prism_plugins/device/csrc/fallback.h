@@ -10,8 +10,9 @@ namespace prism {
 // for shapes only (Meta, through the shape cache). Records one KERNEL.
 void run_op(const OpPlan& plan, torch::jit::Stack* stack);
 
-// Records a kernel launch that a hand-written kernel stands for.
-void record_kernel(const OpPlan& plan, const c10::IValue* args, at::ArrayRef<at::Tensor> outputs);
+// Records work that a hand-written kernel stands for.
+void record_kernel(const OpPlan& plan, const c10::IValue* args, at::ArrayRef<at::Tensor> outputs,
+                   OpPlace place = OpPlace::kDevice);
 
 // The host reads a result of the device: STREAM_SYNC, counted when the value is synthesized.
 void record_read_back(const std::string& op, const at::Tensor& source, bool synthesized);

@@ -5,6 +5,7 @@
 #include "allocator.h"
 #include "config.h"
 #include "generator.h"
+#include "host_memory.h"
 #include "recorder.h"
 #include "streams.h"
 

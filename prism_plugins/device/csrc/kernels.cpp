@@ -15,10 +15,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string_view>
 
 #include "fallback.h"
+#include "host_memory.h"
 #include "recorder.h"
+#include "registration.h"
 #include "streams.h"
 #include "tensors.h"
 
@@ -107,12 +108,8 @@ const OpPlan& copy_plan() {
 void copy_values(const Tensor& to, const Tensor& from) {
   bool lost = is_shape_only(from);
   if (!is_shape_only(to)) {
-    if (lost) {
-      if (to.is_cuda()) fill_plausible(to);
-      else to.fill_(at::isFloatingType(to.scalar_type()) || at::isComplexType(to.scalar_type()) ? 1 : 0);
-    } else {
-      cpu_alias(to).copy_(cpu_alias(from));
-    }
+    if (lost) fill_plausible(to);
+    else cpu_alias(to).copy_(cpu_alias(from));
   }
   if (auto* a = allocation_of(to)) {
     bool whole = static_cast<size_t>(to.numel()) * to.itemsize() == a->nbytes;
@@ -121,26 +118,33 @@ void copy_values(const Tensor& to, const Tensor& from) {
   }
 }
 
-void launch_copy(const Tensor& to, const Tensor& from, bool non_blocking) {
+void launch_copy(const Tensor& to, const Tensor& from, bool non_blocking, OpPlace place) {
   IValue args[] = {to, from, non_blocking};
   counters().ops++;
-  record_kernel(copy_plan(), args, to);
+  record_kernel(copy_plan(), args, to, place);
 }
 
 bool same_dense_layout(const Tensor& a, const Tensor& b) {
   return a.sizes() == b.sizes() && a.strides() == b.strides() && a.is_non_overlapping_and_dense();
 }
 
+// Up to this size the driver copies pageable memory to the device without making the host wait (CUDA programming
+// guide, asynchronous concurrent execution).
+constexpr size_t kStagedAtOnce = 64 * 1024;
+
+}  // namespace
+
 // Follows copy_kernel_cuda (aten/src/ATen/native/cuda/Copy.cu): a transfer between host and device needs equal dtypes
-// and dense layouts, else temporaries: on the host when the copy blocks, on the device when it does not.
-Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+// and dense layouts, else temporaries: on the host when the copy blocks, on the device when it does not. Pageable
+// memory goes through a staging buffer of the driver: the host waits, whatever was asked for.
+Tensor& copy_to_or_from_device(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.numel() == 0) return self;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   OnDevice guard(self.is_cuda() ? self.device() : source.device());
   Tensor from = source.sizes() == self.sizes() ? source : source.expand(self.sizes());
   if (self.is_cuda() && source.is_cuda()) {
     copy_values(self, from);
-    launch_copy(self, source, non_blocking);
+    launch_copy(self, source, non_blocking, OpPlace::kDevice);
     counters().computed += !is_shape_only(self) && !is_shape_only(source);
     return self;
   }
@@ -162,9 +166,13 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     return self;
   }
   copy_values(self, from);
-  launch_copy(self, from, non_blocking);
   bool to_host = !self.is_cuda();
-  bool waits = !non_blocking || (to_host && !is_pinned_pointer(self.storage().data()));
+  bool pinned = is_pinned_pointer((to_host ? self : source).storage().data());
+  launch_copy(self, from, non_blocking,
+              to_host ? (pinned ? OpPlace::kToPinned : OpPlace::kToPageable)
+                      : (pinned ? OpPlace::kFromPinned : OpPlace::kFromPageable));
+  bool staged = !pinned && (to_host || self.numel() * self.itemsize() > kStagedAtOnce);
+  bool waits = !non_blocking || staged;
   if (to_host) {
     bool synthesized = is_synthesized(source);
     if (waits) record_read_back("aten::copy_", source, synthesized);
@@ -174,6 +182,8 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   }
   return self;
 }
+
+namespace {
 
 // ---------------------------------------------------------------- registration
 
@@ -188,17 +198,6 @@ class PlannedKernel final : public c10::OperatorKernel {
 
 void any_op(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) { run_op(plan_of(op), stack); }
 
-void keep(c10::RegistrationHandleRAII handle) {
-  static auto* handles = new std::vector<c10::RegistrationHandleRAII>();
-  handles->push_back(std::move(handle));
-}
-
-c10::OperatorName parse_name(const std::string& full) {
-  auto dot = full.find('.');
-  if (dot == std::string::npos) return {full, ""};
-  return {full.substr(0, dot), full.substr(dot + 1)};
-}
-
 void register_planned(const std::string& full) {
   auto& dispatcher = c10::Dispatcher::singleton();
   auto op = dispatcher.findSchema(parse_name(full));
@@ -209,31 +208,34 @@ void register_planned(const std::string& full) {
                                std::nullopt, nullptr, "prism"));
 }
 
-template <class F>
-void register_by_hand(const char* full, F* kernel) {
-  keep(c10::Dispatcher::singleton().registerImpl(parse_name(full), DispatchKey::CUDA,
-                                                 c10::KernelFunction::makeFromUnboxedRuntimeFunction(kernel),
-                                                 std::nullopt, nullptr, "prism"));
-}
+const std::vector<std::string> kByHand = {
+    "aten::empty.memory_format", "aten::empty_strided", "aten::resize_", "aten::copy_", "aten::record_stream",
+    "aten::set_", "aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor",
+    "aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::unfold", "aten::_fused_sdp_choice"};
 
 }  // namespace
+
+std::vector<std::string> planned_ops() {
+  std::vector<std::string> ops;
+  auto has = [](const auto& names, const std::string& op) {
+    return std::find(std::begin(names), std::end(names), op) != std::end(names);
+  };
+  for (const char* op : kCudaOps)
+    if (!has(kByHand, op)) ops.push_back(op);
+  for (const char* op : kKeptWhole)
+    if (!has(kCudaOps, op)) ops.push_back(op);
+  return ops;
+}
 
 void register_kernels() {
   c10::SetAllocator(c10::DeviceType::CUDA, device_allocator(), 255);
   auto& dispatcher = c10::Dispatcher::singleton();
   keep(dispatcher.registerFallback(DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunction<&any_op>(), "prism"));
-  const std::vector<std::string> by_hand = {
-      "aten::empty.memory_format", "aten::empty_strided", "aten::resize_", "aten::copy_", "aten::record_stream",
-      "aten::set_", "aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor",
-      "aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::unfold", "aten::_fused_sdp_choice"};
-  for (const char* op : kCudaOps)
-    if (std::find(by_hand.begin(), by_hand.end(), op) == by_hand.end()) register_planned(op);
-  for (const char* op : kKeptWhole)
-    if (std::find(std::begin(kCudaOps), std::end(kCudaOps), std::string_view(op)) == std::end(kCudaOps)) register_planned(op);
+  for (const std::string& op : planned_ops()) register_planned(op);
   register_by_hand("aten::empty.memory_format", empty);
   register_by_hand("aten::empty_strided", empty_strided);
   register_by_hand("aten::resize_", resize_);
-  register_by_hand("aten::copy_", copy_);
+  register_by_hand("aten::copy_", copy_to_or_from_device);
   register_by_hand("aten::record_stream", record_stream);
   register_by_hand("aten::set_", set_nothing);
   register_by_hand("aten::set_.source_Storage", set_whole_storage);
@@ -244,6 +246,7 @@ void register_kernels() {
   register_by_hand("aten::_reshape_alias", at::native::_reshape_alias);
   register_by_hand("aten::unfold", at::native::unfold);
   register_attention();
+  register_host_kernels();
 }
 
 }  // namespace prism

@@ -1,5 +1,9 @@
 // Registration of the backend with torch's dispatcher.
 #pragma once
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
 
 namespace prism {
 
@@ -7,5 +11,11 @@ namespace prism {
 // composite operators decompose here as they do there. Call once, before torch is used.
 void register_kernels();
 void register_attention();
+
+// Operators that run_op stands for.
+std::vector<std::string> planned_ops();
+
+// Copies to, from and on the device.
+at::Tensor& copy_to_or_from_device(at::Tensor& self, const at::Tensor& source, bool non_blocking);
 
 }  // namespace prism

@@ -8,6 +8,7 @@
 #include "config.h"
 #include "fallback.h"
 #include "generator.h"
+#include "host_memory.h"
 #include "kernels.h"
 #include "record_times.h"
 #include "recorder.h"
@@ -34,10 +35,11 @@ extern "C" {
 
 const char* prism_torch_version() { return TORCH_VERSION; }
 
-void prism_configure(size_t real_limit, int num_devices, int64_t memory_bytes, int major, int minor,
+void prism_configure(size_t real_limit, size_t host_limit, int num_devices, int64_t memory_bytes, int major, int minor,
                      size_t cublas_workspace_bytes) {
   auto& c = config();
   c.real_limit = real_limit;
+  c.host_limit = host_limit;
   c.num_devices = num_devices;
   c.memory_bytes = memory_bytes;
   c.capability_major = major;
@@ -99,6 +101,18 @@ size_t prism_live_allocations(int64_t* out, size_t capacity) {
   return live.size();
 }
 
+// pageable, its peak, pinned, its peak, page-locked, peak of all, untouched, its peak.
+void prism_host_stats(int64_t* out) {
+  auto s = host_stats();
+  for (int64_t v : {s.pageable, s.pageable_peak, s.pinned, s.pinned_peak, s.page_locked, s.total_peak, s.untouched, s.untouched_peak})
+    *out++ = v;
+}
+void prism_reset_host_peaks() { reset_host_peaks(); }
+int prism_is_host_shape_only(const void* storage) {
+  return is_host_shape_only(static_cast<const c10::StorageImpl*>(storage));
+}
+void prism_real_host(int more) { RealHostScope::depth() += more; }
+
 // Storages, given as StorageImpl* (UntypedStorage._cdata). -1: not on the virtual device, or empty.
 int64_t prism_allocation_id(const void* storage) {
   auto* a = allocation_behind(storage);
@@ -150,6 +164,7 @@ size_t prism_tally(int which, char* out, size_t capacity) {
 
 TORCH_LIBRARY(prism, m) {
   m.def("host_view(Tensor t) -> Tensor");
+  m.def("host_bytes(int nbytes) -> Tensor", [](int64_t nbytes) { return new_host_bytes(nbytes); });
   m.impl("host_view", c10::DispatchKey::CompositeExplicitAutograd,
          [](const at::Tensor& t) { return cpu_alias(t); });
 }

@@ -12,7 +12,8 @@
 
 namespace prism {
 
-using Policy = void (*)(const c10::IValue* args, torch::jit::Stack& results);
+// Fresh results are host tensors or device tensors.
+using Policy = void (*)(const c10::IValue* args, torch::jit::Stack& results, bool on_host);
 
 // The policy of an operator (name with overload), or nullptr.
 Policy policy_of(const std::string& name);

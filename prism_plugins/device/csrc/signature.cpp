@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "attention.h"
+#include "host_memory.h"
 #include "tensors.h"
 
 namespace prism {
@@ -104,6 +105,7 @@ OpPlan::OpPlan(const c10::OperatorHandle& handle) : op(handle) {
   random = generator >= 0 || base == "aten::native_dropout";
   bool all_views = !schema.returns().empty();
   for (int v : views_of) all_views = all_views && v >= 0;
+  only_views = all_views;
   if (all_views) launches = false;
   if (starts_with(base, "prism::")) launches = false;
 }
@@ -125,7 +127,10 @@ const OpPlan& plan_of(const c10::OperatorHandle& op) {
 void Key::add(const at::Tensor& t) {
   if (!t.defined()) return add(uint64_t{1});
   auto* impl = t.unsafeGetTensorImpl();
-  uint64_t where = !t.is_cuda() ? (impl->is_wrapped_number() ? 4 : 3) : is_shape_only(t) ? 2 : 1;
+  uint64_t where = t.is_cuda()              ? (is_shape_only(t) ? 2 : 1)
+                   : is_host_shape_only(t)  ? 5
+                   : impl->is_wrapped_number() ? 4
+                                               : 3;
   uint64_t dim = static_cast<uint64_t>(t.dim());
   add(2 | static_cast<uint64_t>(t.scalar_type()) << 8 | dim << 16 | where << 32);
   for (int64_t s : t.sizes()) add(static_cast<uint64_t>(s));
@@ -175,6 +180,11 @@ bool build_key(Key& key, const OpPlan& plan, const IValue* args, Inputs& inputs)
   bool ok = true;
   auto look = [&](const at::Tensor& t, bool read) {
     key.add(t);
+    if (is_host_shape_only(t)) {
+      inputs.any_shape_only = true;
+      if (read) inputs.any_synthesized = true;
+      if (!inputs.first_host) inputs.first_host = &t;
+    }
     if (!t.defined() || !t.is_cuda()) return;
     if (!inputs.first_virtual) inputs.first_virtual = &t;
     if (is_shape_only(t)) {
@@ -289,10 +299,10 @@ void append_string(std::string& out, const std::string& s) {
 
 }  // namespace
 
-std::string signature_json(const OpPlan& plan, const IValue* args, at::ArrayRef<at::Tensor> outputs) {
+std::string signature_json(const OpPlan& plan, const IValue* args, at::ArrayRef<at::Tensor> outputs, OpPlace place) {
   const auto& schema = plan.op.schema().arguments();
   std::string out = "{\"op\":";
-  append_string(out, plan.name);
+  append_string(out, place == OpPlace::kHost ? "host" + plan.name.substr(plan.name.find("::")) : plan.name);
   out += ",\"inputs\":[";
   for (size_t i = 0; i < plan.kinds.size(); ++i) {
     for_each_tensor(args[i], plan.kinds[i], [&](const at::Tensor& t) {
@@ -333,7 +343,15 @@ std::string signature_json(const OpPlan& plan, const IValue* args, at::ArrayRef<
       default: break;
     }
   }
-  out += "]}";
+  out += ']';
+  switch (place) {
+    case OpPlace::kFromPinned: out += ",\"attrs\":{\"direction\":\"h2d\",\"host\":\"pinned\"}"; break;
+    case OpPlace::kFromPageable: out += ",\"attrs\":{\"direction\":\"h2d\",\"host\":\"pageable\"}"; break;
+    case OpPlace::kToPinned: out += ",\"attrs\":{\"direction\":\"d2h\",\"host\":\"pinned\"}"; break;
+    case OpPlace::kToPageable: out += ",\"attrs\":{\"direction\":\"d2h\",\"host\":\"pageable\"}"; break;
+    default: break;
+  }
+  out += '}';
   return out;
 }
 

@@ -15,6 +15,9 @@ namespace prism {
 enum class ArgKind : uint8_t { kTensor, kTensorList, kOptionalTensorList, kInt, kFloat, kNumber, kBool, kString, kList,
                                kGenerator, kOther };
 
+// Where an op's work is done; copies tell between what.
+enum class OpPlace : uint8_t { kDevice, kHost, kFromPinned, kFromPageable, kToPinned, kToPageable };
+
 // What is known of an operator before any call.
 struct OpPlan {
   explicit OpPlan(const c10::OperatorHandle& op);
@@ -32,6 +35,7 @@ struct OpPlan {
   bool gemm = false;             // runs in cuBLAS
   bool launches = true;          // runs a kernel at all
   bool only_writes = false;      // no fresh outputs
+  bool only_views = false;       // all it returns are views of arguments
   Policy policy = nullptr;       // makes the results where values decide and nobody knows them
   bool sizes_by_values = false;
   bool reads_back = false;       // the host waits for the result
@@ -61,6 +65,7 @@ class Key {
 struct Inputs {
   bool any_shape_only = false;
   bool any_synthesized = false;  // among those whose values are read
+  const at::Tensor* first_host = nullptr;  // shape only, on the host
   const at::Tensor* first_virtual = nullptr;
 };
 
@@ -68,7 +73,8 @@ struct Inputs {
 bool build_key(Key& key, const OpPlan& plan, const c10::IValue* args, Inputs& inputs);
 
 // JSON of program.model.OpSignature.
-std::string signature_json(const OpPlan& plan, const c10::IValue* args, at::ArrayRef<at::Tensor> outputs);
+std::string signature_json(const OpPlan& plan, const c10::IValue* args, at::ArrayRef<at::Tensor> outputs,
+                           OpPlace place);
 
 template <class F>
 void for_each_tensor(const c10::IValue& v, ArgKind kind, F&& f) {

@@ -4,9 +4,12 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/copy.h>
 #include <ATen/ops/fill.h>
+#include <ATen/ops/ones.h>
 
 #include <algorithm>
 #include <cstring>
+
+#include "config.h"
 
 namespace prism {
 
@@ -21,7 +24,7 @@ Allocation* allocation_of(const Tensor& t) {
 }
 
 bool is_synthesized(const Tensor& t) {
-  if (!is_virtual(t)) return false;
+  if (!is_virtual(t)) return is_host_shape_only(t);
   auto* a = allocation_of(t);
   return a && a->synthesized.load(std::memory_order_relaxed);
 }
@@ -37,8 +40,9 @@ static Tensor with_geometry_of(const Tensor& t, c10::Storage storage, DispatchKe
   return r;
 }
 
-Tensor meta_alias(const Tensor& t) {
-  if (!t.defined() || t.is_meta() || (t.is_cpu() && t.dim() == 0)) return t;
+Tensor meta_alias(const Tensor& t, bool written) {
+  if (!t.defined() || t.is_meta()) return t;
+  if (t.is_cpu() && t.dim() == 0 && !written) return is_host_shape_only(t) ? at::ones({}, t.scalar_type()) : t;
   c10::Storage storage(c10::Storage::use_byte_size_t(), t.storage().nbytes(),
                        c10::DataPtr(nullptr, c10::Device(DeviceType::Meta)), c10::GetAllocator(DeviceType::Meta), true);
   return with_geometry_of(t, std::move(storage), DispatchKey::Meta);
@@ -111,6 +115,7 @@ void fill_plausible_raw(void* p, size_t nbytes, at::ScalarType dtype) {
 
 void fill_plausible(const Tensor& t) {
   if (!t.defined() || t.numel() == 0 || is_shape_only(t)) return;
+  if (t.is_cpu() && static_cast<size_t>(t.numel()) * t.itemsize() >= config().host_limit) return;
   if (t.is_non_overlapping_and_dense()) {
     auto* p = static_cast<char*>(const_cast<void*>(t.storage().data())) + t.storage_offset() * t.itemsize();
     return fill_plausible_raw(p, t.numel() * t.itemsize(), t.scalar_type());

@@ -3,14 +3,16 @@
 #include <ATen/core/Tensor.h>
 
 #include "allocator.h"
+#include "host_memory.h"
 
 namespace prism {
 
 inline bool is_virtual(const at::Tensor& t) { return t.defined() && t.is_cuda(); }
 inline bool is_fake_pointer(const void* p) { return (reinterpret_cast<uintptr_t>(p) & kFakeBit) != 0; }
-// Lives on the virtual device and has no memory behind it.
+// Nobody computes its values: on the virtual device without memory behind it, or large on the host.
 inline bool is_shape_only(const at::Tensor& t) {
-  return is_virtual(t) && is_fake_pointer(t.unsafeGetTensorImpl()->unsafe_storage().data_ptr().get());
+  return is_virtual(t) ? is_fake_pointer(t.unsafeGetTensorImpl()->unsafe_storage().data_ptr().get())
+                       : is_host_shape_only(t);
 }
 
 Allocation* allocation_of(const at::Tensor& t);
@@ -18,8 +20,8 @@ bool is_synthesized(const at::Tensor& t);
 // No-op for what is not ours; shape-only storages stay synthesized.
 void set_synthesized(const at::Tensor& t, bool synthesized);
 
-// Same geometry on the Meta device. CPU scalars pass through, as the kernels take them.
-at::Tensor meta_alias(const at::Tensor& t);
+// Same geometry on the Meta device. CPU scalars that are only read pass through, as the kernels take them.
+at::Tensor meta_alias(const at::Tensor& t, bool written = false);
 // A CPU tensor over the real memory of `t`; it keeps the storage alive. CPU tensors pass through.
 at::Tensor cpu_alias(const at::Tensor& t);
 at::Tensor view_on(const at::Tensor& base, const at::Tensor& geometry);
@@ -33,7 +35,7 @@ at::Tensor from_cpu(const at::Tensor& cpu, bool synthesized);
 void resize_storage(c10::StorageImpl* storage, size_t nbytes);
 
 // The policy for values nobody computed: ones for floating point and complex, zero (false) for the rest. Finite,
-// and neither divides by zero nor stops a loop that waits for a norm.
+// and neither divides by zero nor stops a loop that waits for a norm. Large host tensors are left as they are.
 void fill_plausible(const at::Tensor& t);
 void fill_plausible_raw(void* p, size_t nbytes, at::ScalarType dtype);
 
