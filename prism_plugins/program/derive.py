@@ -140,6 +140,8 @@ class CapturedStage:
     def __init__(self, program: Program, schedule: Sequence[Phase]) -> None:
         self._segments = segments = Segments(program)
         self._schedule = tuple(schedule)
+        self._work: _Work | None = None
+        """What the captured program does in all, once somebody asks."""
         self._names = names = TokenNames(segments)
         timetable = segments.timetable
         self._fixed = {
@@ -195,7 +197,9 @@ class CapturedStage:
         # As plain bytes: promoting the fields of a structured type costs more than the copying.
         pieces = [np.ascontiguousarray(piece).view("V16") for piece in _without_surplus(units)]
         events = np.concatenate(pieces).view(EVENT_DTYPE)
-        _check_same_work(program.events, events)
+        if self._work is None:
+            self._work = _Work(program.events)
+        self._work.check(_Work(events))
         table = list(dict.fromkeys([*program.phases, *phases]))
         index = {phase: i for i, phase in enumerate(table)}
         marks = (events["kind"] == EventKind.PHASE_BEGIN) | (events["kind"] == EventKind.PHASE_END)
@@ -336,33 +340,48 @@ def _issue_in_order(events: np.ndarray, captured: Phase, target: Phase) -> None:
 
 def _set_token(events: np.ndarray, rows: list[int], kind: TokenKind, id: int) -> None:
     for row in rows:
-        column = "value" if events["kind"][row] == EventKind.COMM else "ref"
+        column = "value" if events["kind"][row] == _COMM else "ref"
         events[column][row] = id
 
 
-def _check_same_work(captured: np.ndarray, derived: np.ndarray) -> None:
-    """Raise unless two stages' programs do the same in another order."""
-    for kind, column, what in (
-        (EventKind.KERNEL, "ref", "kernels"),
-        (EventKind.COMM, "ref", "transfers"),
-        (EventKind.ALLOC, "value", "allocations"),
-        (EventKind.FREE, "value", "releases"),
-        (EventKind.EVENT_WAIT, "value", "waits for events"),
-        (EventKind.STREAM_SYNC, "stream", "synchronisations"),
-    ):
-        a, b = (np.sort(events[column][events["kind"] == kind]) for events in (captured, derived))
-        if not np.array_equal(a, b):
-            raise CannotDeriveError(f"the derived program has other {what} than the captured one")
-    for makes, column, needs, what in (
-        (EventKind.ALLOC, "ref", EventKind.FREE, "allocation"),
-        (EventKind.COMM, "value", EventKind.WORK_WAIT, "communication"),
-        (EventKind.EVENT_RECORD, "ref", EventKind.EVENT_WAIT, "event"),
-    ):
-        from_before = [_from_before(events, makes, column, needs, what) for events in (captured, derived)]
-        if not np.array_equal(*from_before):
-            raise CannotDeriveError(f"the derived program needs an {what} that nothing makes")
-    if not np.array_equal(_live_at_end(captured), _live_at_end(derived)):
-        raise CannotDeriveError("the derived program ends with other live allocations than the captured one")
+_COMM = int(EventKind.COMM)
+
+
+class _Work:
+    """What a program does in all, whatever the order, to be compared with another stage's."""
+
+    def __init__(self, events: np.ndarray) -> None:
+        self._done = [np.sort(events[column][events["kind"] == kind]) for kind, column, _ in _DONE]
+        self._from_before = [_from_before(events, *row) for row in _MADE]
+        self._live_at_end = _live_at_end(events)
+
+    def check(self, derived: _Work) -> None:
+        """Raise unless the derived program does the same."""
+        for mine, other, (_, _, what) in zip(self._done, derived._done, _DONE, strict=True):
+            if not np.array_equal(mine, other):
+                raise CannotDeriveError(f"the derived program has other {what} than the captured one")
+        for mine, other, (_, _, _, what) in zip(self._from_before, derived._from_before, _MADE, strict=True):
+            if not np.array_equal(mine, other):
+                raise CannotDeriveError(f"the derived program needs an {what} that nothing makes")
+        if not np.array_equal(self._live_at_end, derived._live_at_end):
+            raise CannotDeriveError(
+                "the derived program ends with other live allocations than the captured one"
+            )
+
+
+_DONE = (
+    (EventKind.KERNEL, "ref", "kernels"),
+    (EventKind.COMM, "ref", "transfers"),
+    (EventKind.ALLOC, "value", "allocations"),
+    (EventKind.FREE, "value", "releases"),
+    (EventKind.EVENT_WAIT, "value", "waits for events"),
+    (EventKind.STREAM_SYNC, "stream", "synchronisations"),
+)
+_MADE = (
+    (EventKind.ALLOC, "ref", EventKind.FREE, "allocation"),
+    (EventKind.COMM, "value", EventKind.WORK_WAIT, "communication"),
+    (EventKind.EVENT_RECORD, "ref", EventKind.EVENT_WAIT, "event"),
+)
 
 
 def _from_before(

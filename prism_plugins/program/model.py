@@ -199,11 +199,12 @@ class Program(msgspec.Struct, kw_only=True):
 
     def iter_phases(self) -> Iterator[tuple[Phase, int, int]]:
         """Yield (phase, index of its PHASE_BEGIN, index of its PHASE_END) in order."""
+        kind = self.events["kind"]
+        begins = int(EventKind.PHASE_BEGIN)
+        at = np.flatnonzero((kind == begins) | (kind == EventKind.PHASE_END))
         begin = -1
-        for i in np.flatnonzero(
-            (self.events["kind"] == EventKind.PHASE_BEGIN) | (self.events["kind"] == EventKind.PHASE_END)
-        ):
-            if self.events["kind"][i] == EventKind.PHASE_BEGIN:
-                begin = int(i)
+        for i, what, ref in zip(at.tolist(), kind[at].tolist(), self.events["ref"][at].tolist(), strict=True):
+            if what == begins:
+                begin = i
             else:
-                yield self.phases[int(self.events["ref"][i])], begin, int(i)
+                yield self.phases[ref], begin, i
