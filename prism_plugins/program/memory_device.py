@@ -21,7 +21,7 @@ first use. Beyond two ranks:
   github.com/NVIDIA/nccl/issues/964): tree and ring have two neighbours then, however large the group is.
 * all_to_all connects every pair inside an NVLink domain by all channels, 10 MiB to receive and 2 to send on each
   (github.com/NVIDIA/nccl/issues/1685: 3.3 GB on eight H100s); peers on other nodes share 16 chunks of 128 KiB a channel
-  and direction (NCCL 2.30, src/transport/net.cc, NCCL_SHARED_STEPS).
+  and direction (NCCL 2.30, src/transport/net.cc, NCCL_SHARED_STEPS), and a group with such peers gives each two channels.
 * Between nodes a communicator has two channels for each NIC of its members.
 * NVLS buffers: 2 x 8 steps of 128 KiB for each channel and member of the node (src/transport/nvls.cc), where a call takes NVLS.
 
@@ -45,6 +45,9 @@ import numpy as np
 from prism_plugins.program.model import EventKind, Program
 
 MIB = 2**20
+NET_PEER_CHANNELS = 2
+"""NCCL_NCHANNELS_PER_NET_PEER: all peers of a group that leaves its domain get that many (src/graph/paths.cc,
+``ncclTopoComputeP2pChannelsPerPeer``)."""
 WORLD_GROUP = "default_pg"
 """torch's description of the group of all ranks, which start-up uses in every job."""
 
@@ -128,7 +131,9 @@ class DeviceOverhead(msgspec.Struct, frozen=True, kw_only=True):
             total = self.communicator_bytes(use.ranks, nvls=use.nvls)
         elif use.near_peers or use.far_peers:
             total = self.collective_base_bytes + self._channels(use.ranks)[0] * self.p2p_only_channel_bytes
-        total += self.channels * self.p2p_channel_bytes * use.near_peers
+        is_local = len({rank // self.gpus_per_domain for rank in use.ranks}) == 1
+        per_peer = self.channels if is_local else min(self.channels, NET_PEER_CHANNELS)
+        total += per_peer * self.p2p_channel_bytes * use.near_peers
         total += self.channels * self.far_p2p_channel_bytes if use.far_peers else 0
         return total + use.pairs * (self.pair_base_bytes + self.channels * self.pair_channel_bytes)
 

@@ -205,6 +205,14 @@ def test_all_to_all_of_a_node_takes_gigabytes():
     assert DeviceOverhead().use_bytes(eight) == pytest.approx(3.28e9, rel=0.07)
 
 
+def test_all_to_all_of_several_nodes_takes_little_more():
+    ranks = tuple(range(64))
+    overhead = DeviceOverhead()
+    far = CommunicatorUse(ranks=ranks, collective=True, near_peers=7, far_peers=56)
+    extra = overhead.use_bytes(far) - overhead.communicator_bytes(ranks)
+    assert extra == 7 * 2 * 12 * MIB + 32 * 4 * MIB
+
+
 def test_communicators_of_several_nodes_have_few_channels_and_nvls_has_buffers():
     overhead = DeviceOverhead()
     pair, far_pair = overhead.communicator_bytes((0, 1)), overhead.communicator_bytes((0, 8))
