@@ -8,7 +8,17 @@ from types import ModuleType
 from typing import Any
 
 from prism_plugins.integration.hook_table import Hook
-from prism_plugins.integrations.deepspeed import autotp, checks, compat, log, loops, moe, offload, pipeline
+from prism_plugins.integrations.deepspeed import (
+    autotp,
+    checks,
+    compat,
+    log,
+    loops,
+    memory,
+    moe,
+    offload,
+    pipeline,
+)
 from prism_plugins.integrations.deepspeed.routed_blocks import route_blocks
 from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.program.model import Phase
@@ -35,6 +45,7 @@ def hook_table() -> list[Hook]:
         Hook("torch.nn.modules.module", "Module.train", _train, "evaluation between iterations"),
         *pipeline.HOOKS,
         *loops.HOOKS,
+        *memory.HOOKS,
         *offload.HOOKS,
         *moe.HOOKS,
         *autotp.HOOKS,
@@ -87,7 +98,9 @@ def _forward(session: Session, original: Any, module: ModuleType) -> Any:
 def _backward(session: Session, original: Any, module: ModuleType) -> Any:
     @functools.wraps(original)
     def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return session.tracker.run(_backward_phase(session), lambda: original(self, *args, **kwargs))
+        result = session.tracker.run(_backward_phase(session), lambda: original(self, *args, **kwargs))
+        session.gradients_made(self)
+        return result
 
     return backward
 
@@ -112,6 +125,7 @@ def _backward_epilogue(session: Session, original: Any, module: ModuleType) -> A
     def epilogue(self: Any) -> Any:
         result = original(self)
         session.loss_backward_ends()
+        session.gradients_made(self)
         return result
 
     return epilogue

@@ -17,6 +17,7 @@ from typing import Any
 
 from prism_plugins.integration.hook_table import Hook
 from prism_plugins.integrations.deepspeed.session import Session
+from prism_plugins.program.model import MemoryCategory
 
 HOST_NS_PER_PIECE = 2_000
 """A view made and kept by a Python loop: the cost model's default for an op that launches nothing."""
@@ -157,7 +158,11 @@ class GatherHandle:
         """Wait for the collective and make each parameter of its pieces."""
         if self.complete:
             return
+        from prism_plugins.capture.recorder import get_recorder
+
+        recorder = get_recorder()
         self._handle.wait()
+        recorder.tag(self._flat, MemoryCategory.COMMUNICATION)
         accelerator = self._module.get_accelerator()
         asynchronous = not accelerator.is_synchronized_device()
         offset = 0
@@ -166,6 +171,7 @@ class GatherHandle:
                 self._flat, numel=param.ds_numel, size=size, step=sum(self._sizes), offset=offset
             )
             param.data = whole.view(param.ds_shape).to(param.ds_tensor.dtype)
+            recorder.tag(param.data, MemoryCategory.PARAMETERS)
             param.ds_status = self._module.ZeroParamStatus.AVAILABLE
             offset += size
         if asynchronous and handle_dependency:

@@ -46,11 +46,8 @@ class Session:
             self.engine = engine
             self.context.set_facts(job_facts(self, engine))
             self.context.not_trained_yet("a forward pass went through the engine, but no engine.step() came")
-        if self._iterations < 3:
-            from prism_plugins.integrations.deepspeed.memory import tag_engine
-
-            tag_engine(self.context, engine)
         if not self.iterating:
+            self._tag(engine)
             self.iterating = True
             self.context.begin_iteration(ends_by_next=True)
             self._new_iteration()
@@ -71,6 +68,7 @@ class Session:
     def optimizer_stepped(self) -> None:
         """The optimizer step of an iteration ended, and with it the iteration."""
         if self.iterating:
+            self._tag(self.engine)
             self.context.next_iteration()
             self._new_iteration()
             self._stepped = True
@@ -109,6 +107,18 @@ class Session:
         if self.iterating:
             self.iterating = False
             self.context.drop_iteration()
+
+    def gradients_made(self, engine: Any) -> None:
+        """A backward pass ended, or the optimizer is about to step."""
+        if self.iterating:
+            from prism_plugins.integrations.deepspeed.memory import tag_gradients
+
+            tag_gradients(self.context, engine)
+
+    def _tag(self, engine: Any) -> None:
+        from prism_plugins.integrations.deepspeed.memory import tag_engine
+
+        tag_engine(self.context, engine)
 
     def _new_iteration(self) -> None:
         self._iterations += 1

@@ -28,6 +28,7 @@ from prism_plugins.program.model import (
     OpSignature,
     Phase,
     TensorSpec,
+    category_flag,
 )
 
 if TYPE_CHECKING:
@@ -95,11 +96,13 @@ class Recorder:
         self._phases: dict[Phase, int] = {}
         self._open_phase = -1
         self._initial: list[Allocation] = []
+        self._tags: dict[int, int] = {}
         self._works = itertools.count(1)
 
     def start(self) -> None:
         """Forget recorded events, remember the live allocations and begin to record."""
         self._initial = self.live_allocations()
+        self._tags.clear()
         self.recording = True
         self._start()
 
@@ -109,6 +112,7 @@ class Recorder:
         self.recording = False
         events = np.empty(library.call("num_events"), EVENT_DTYPE)
         library.call("copy_events", events.ctypes.data)
+        self._flag_tagged(events)
         return RecordedIteration(
             events=events,
             signatures=self._decode_signatures(),
@@ -198,7 +202,16 @@ class Recorder:
     def tag(self, tensor: Tensor, category: MemoryCategory) -> None:
         """Say what the storage behind a tensor is for. No-op off the virtual device."""
         if tensor.is_cuda:
-            library.call("set_category", tensor.untyped_storage()._cdata, CATEGORIES.index(category))
+            storage = tensor.untyped_storage()._cdata
+            library.call("set_category", storage, CATEGORIES.index(category))
+            if self.recording:
+                self._tags[library.call("allocation_id", storage)] = category_flag(category)
+
+    def _flag_tagged(self, events: np.ndarray) -> None:
+        """What tagged allocations of the iteration are for, in the flags of their ALLOC events."""
+        if self._tags:
+            for i in np.flatnonzero(events["kind"] == EventKind.ALLOC).tolist():
+                events["flags"][i] = self._tags.get(int(events["ref"][i]), 0)
 
     def live_allocations(self) -> list[Allocation]:
         """Device allocations that are live now, in allocation order."""

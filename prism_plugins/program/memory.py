@@ -21,7 +21,7 @@ import numpy as np
 from prism_plugins.program.job import RankClass
 from prism_plugins.program.memory_allocator import AllocatorUse, CachingAllocator, block_bytes
 from prism_plugins.program.memory_device import DeviceOverhead, communicators
-from prism_plugins.program.model import EventKind, MemoryCategory, Phase, Program
+from prism_plugins.program.model import EventKind, MemoryCategory, Phase, Program, category_of_flag
 from prism_plugins.program.prediction import ClassMemory, Finding
 from prism_plugins.program.slices import SliceReport
 
@@ -195,8 +195,8 @@ def describe_phase(phase: Phase) -> str:
 def categories_at(program: Program, row: int) -> dict[str, int]:
     """Requested bytes live after event ``row`` (-1: before the first), by :class:`MemoryCategory`.
 
-    What was live at the start keeps its tag. An allocation of the iteration is ``temporary`` if its own phase frees
-    it, a communication buffer if a send/receive phase made it, ``other`` if the optimizer or the gradient
+    What was live at the start keeps its tag, and so does an allocation of the iteration that an integration tagged.
+    Any other is ``temporary`` if its own phase frees it, a communication buffer if a send/receive phase made it, ``other`` if the optimizer or the gradient
     synchronisation made it and keeps it, else an activation.
     """
     events = program.events
@@ -333,6 +333,9 @@ def _phase_index(program: Program) -> np.ndarray:
 
 
 def _category(program: Program, phase_of: np.ndarray, born: int, died: int) -> str:
+    told = category_of_flag(int(program.events["flags"][born]))
+    if told is not None:
+        return str(told)
     index = int(phase_of[born])
     kind = program.phases[index].kind if index >= 0 else ""
     if kind.startswith(("recv", "send")):

@@ -39,7 +39,8 @@ class EventKind(enum.IntEnum):
     DEVICE_SYNC = 7
     """The host waits for every stream."""
     ALLOC = 8
-    """Device memory is requested. ref: allocation id (unique in the slice); value: requested bytes."""
+    """Device memory is requested. ref: allocation id (unique in the slice); value: requested bytes. flags: what it is
+    for, where an integration told (:func:`category_flag`)."""
     FREE = 9
     """Device memory is released. ref: allocation id."""
     PHASE_BEGIN = 10
@@ -171,6 +172,21 @@ class MemoryCategory(enum.StrEnum):
     WORKSPACE = "workspace"
     TEMPORARY = "temporary"
     OTHER = "other"
+
+
+_CATEGORY_SHIFT = 2  # beside the bits of EventFlag
+_CATEGORIES = tuple(MemoryCategory)
+
+
+def category_flag(category: MemoryCategory) -> int:
+    """The ``flags`` of an ALLOC event whose memory is known to be for ``category``."""
+    return _CATEGORIES.index(category) + 1 << _CATEGORY_SHIFT
+
+
+def category_of_flag(flags: int) -> MemoryCategory | None:
+    """The category in the ``flags`` of an ALLOC event; None where nobody told."""
+    number = flags >> _CATEGORY_SHIFT
+    return _CATEGORIES[number - 1] if number else None
 
 
 class Allocation(msgspec.Struct, frozen=True, array_like=True):

@@ -9,6 +9,7 @@ import pytest
 from prism_plugins.program.job import RankClass
 from prism_plugins.program.memory import (
     allocated_curve,
+    categories_at,
     memory_findings,
     memory_of_classes,
     memory_of_program,
@@ -23,6 +24,7 @@ from prism_plugins.program.model import (
     MemoryCategory,
     Phase,
     Program,
+    category_flag,
 )
 from prism_plugins.program.slices import SliceReport
 
@@ -108,6 +110,12 @@ def test_peak_phase_and_categories():
     assert list(use.by_category) == sorted(use.by_category, key=lambda c: -use.by_category[c])
     assert use.allocated_bytes_end == 200 * MIB + 512
     assert use.device_used_bytes == use.peak_reserved_bytes
+
+
+def test_a_tag_given_during_the_iteration_counts():
+    tagged = program([alloc(1, MIB), alloc(2, 2 * MIB)])
+    tagged.events["flags"][0] = category_flag(MemoryCategory.GRADIENTS)
+    assert categories_at(tagged, 1) == {"activations": 2 * MIB, "gradients": MIB}
 
 
 def test_curve_counts_blocks_of_512_bytes():
