@@ -181,8 +181,9 @@ def show(calibration: Calibration) -> list[str]:
     if c.power:
         lines.append(
             f"power cap {c.power.cap_w:.0f} W, static {c.power.static_w:.0f} W, dynamic ~ clock^{c.power.exponent:g}, "
-            f"mixes ran at {c.power.mix_clock_mhz:.0f} of {c.power.max_clock_mhz:.0f} MHz"
+            f"highest clock {c.power.max_clock_mhz:.0f} MHz"
         )
+        lines += [f"mix {mix.name}: ran at {mix.clock_mhz:.0f} MHz" for mix in c.power.mixes]
     if c.host:
         lines.append(
             f"host ({c.host.cpu}): {c.host.op_us:g} us an op, {c.host.dispatch_us:g} us bare, {c.host.view_us:g} us a view, "

@@ -13,7 +13,7 @@ from rich.table import Table
 from prism_plugins.cli_run import add_run_argument, check_finished, load_job, open_run
 from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.cluster import Cluster, check_world, load_cluster
-from prism_plugins.costs.model import build_cost_model
+from prism_plugins.costs.model import build_cost_model, load_calibration
 from prism_plugins.costs.nccl.settings import NcclSettings, parse_settings
 from prism_plugins.emit.console import gib, make_console, milliseconds, show, tightest
 from prism_plugins.emit.prediction_json import read_prediction, write_prediction
@@ -84,7 +84,7 @@ def reprice(rundir: RunDir, then: Prediction, cluster: Cluster) -> Prediction:
 
     job, reports, info = load_job(rundir)
     nccl = parse_settings(info.nccl_variables)
-    costs = build_cost_model(cluster, nccl=nccl)
+    costs = build_cost_model(cluster, nccl=nccl, calibration=load_calibration(info.job.options.calibration))
     timeline, faults = stages.simulate(job, costs)
     return predict(
         Evidence(
@@ -96,7 +96,7 @@ def reprice(rundir: RunDir, then: Prediction, cluster: Cluster) -> Prediction:
             costs=costs,
             timeline=timeline,
             memory=_memory(job, reports, then, cluster, costs, nccl),
-            findings=faults,
+            findings=(*faults, *costs.findings()),
             audit=then.audit,
             assumptions=(_recorded_for(then),),
         )

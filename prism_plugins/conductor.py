@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from prism_plugins import stages
 from prism_plugins.cache import SliceCache
 from prism_plugins.costs.cluster import Cluster, check_world, load_cluster
-from prism_plugins.costs.model import build_cost_model
+from prism_plugins.costs.model import build_cost_model, load_calibration
 from prism_plugins.costs.nccl.settings import parse_settings
 from prism_plugins.emit import JobView, emit_all
 from prism_plugins.local_rank import check_local_rank
@@ -51,6 +51,7 @@ def conduct(job: Job) -> int:
     launch = launch_from_environment()
     options = job.options
     cluster = load_cluster(options.cluster)
+    calibration = load_calibration(options.calibration)
     check_world(cluster, options.world_size)
     nccl = parse_settings(os.environ)
     if not launch.leads:
@@ -77,7 +78,7 @@ def conduct(job: Job) -> int:
         audit, differences = stages.audit(programs, runner.audited, rundir)
 
         progress.stage(f"simulating {options.world_size} ranks")
-        costs = build_cost_model(cluster, nccl=nccl)
+        costs = build_cost_model(cluster, nccl=nccl, calibration=calibration)
         timeline, faults = stages.simulate(programs, costs)
         if options.strict and timeline is not None:
             stages.check_strict(timeline)
@@ -97,7 +98,7 @@ def conduct(job: Job) -> int:
                     programs, costs, timeline, logging_rank, runner.sliced.get(logging_rank)
                 ),
                 memory=predict_memory(programs, cluster, runner.reports, costs, nccl=nccl),
-                findings=(*faults, *differences),
+                findings=(*faults, *differences, *costs.findings()),
                 audit=audit,
             )
         )

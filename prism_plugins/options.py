@@ -28,6 +28,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of the target world."""
     cluster: str = "dgx-h100"
     """Preset name or path of a TOML file."""
+    calibration: str = ""
+    """Calibration file, ``none`` for formulas alone; empty: the one that ships."""
     device: str = "virtual"
     """``virtual``, ``cpu`` or ``cuda``; ``auto`` is resolved before this object is made."""
     ranks: tuple[int, ...] = ()
@@ -121,6 +123,11 @@ def _text(text: str) -> str:
     return text
 
 
+def _path_or_none(text: str) -> str:
+    """Absolute, so that the run can be priced again from anywhere."""
+    return text if _text(text) == "none" else os.path.abspath(text)
+
+
 TABLE = (
     Option("--prism-emulate", "", _switch, "", "Emulate the job instead of running it."),
     Option(
@@ -132,6 +139,13 @@ TABLE = (
         _text,
         "dgx-h100",
         "The cluster to predict for: a preset (dgx-h100, dgx-h200, dgx-a100) or a TOML file.",
+    ),
+    Option(
+        "--prism-calibration",
+        "FILE|none",
+        _path_or_none,
+        "measured on an H200",
+        "Price ops by a file that `prism calibrate` wrote. none: by formulas alone.",
     ),
     Option(
         "--prism-device",
@@ -300,6 +314,7 @@ def _options(values: dict[str, Any], environ: Mapping[str, str]) -> Options:
     return Options(
         world_size=world_size,
         cluster=values.get("cluster", "dgx-h100"),
+        calibration=values.get("calibration", ""),
         device="virtual" if device == "auto" else device,
         ranks=ranks,
         iterations=values.get("iterations", 5),

@@ -43,6 +43,8 @@ _POWER_S = 0.35
 _POWER_SHARE = 0.02
 """Power is measured of ops with at least this share of a mix."""
 _MAX_SETS = 16
+_MAX_TIMED = 250
+"""Blocks of one op that are timed in one mix; more tell nothing new."""
 
 
 class Entry:
@@ -80,12 +82,14 @@ class _Wanting:
     """Truthy while an op needs more blocks in a mix: two in this one, enough in all."""
 
     def __init__(self, entry: Entry) -> None:
+        self.timed = 0
         self.here = 2
         self.blocks = MIN_BLOCKS - len(entry.hot)
         self.repetitions = MIN_REPETITIONS - sum(s.repetitions for s in entry.hot)
 
     def note(self, repetitions: int) -> None:
         """A block was issued."""
+        self.timed += 1
         self.here -= 1
         self.blocks -= 1
         self.repetitions -= repetitions
@@ -230,7 +234,11 @@ class Replay:
                     blocks = 1
                     extra_us -= entry.block_us
                 for _ in range(blocks):
-                    if warm and not self._timer.full():
+                    if (
+                        warm
+                        and not self._timer.full()
+                        and (wanting[index] or wanting[index].timed < _MAX_TIMED)
+                    ):
                         self._timer.block(entry.launch, entry.repetitions)
                         timed.append(entry)
                         wanting[index].note(entry.repetitions)

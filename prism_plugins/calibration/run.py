@@ -67,5 +67,5 @@ def _power_model(replay: Replay, sensors: Sensors, figures: list[Figure]) -> Pow
         cap_w=sensors.cap_w,
         static_w=replay.static_w,
         max_clock_mhz=sensors.max_clock_mhz,
-        mixes=[[(figure_of(e), n) for e, n in mix.ops if e.hot and n] for mix in replay.mixes],
+        mixes={mix.name: [(figure_of(e), n) for e, n in mix.ops if e.hot and n] for mix in replay.mixes},
     )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from prism_plugins.program.model import CommSignature, OpSignature
+
+if TYPE_CHECKING:
+    from prism_plugins.program.job import JobPrograms
+    from prism_plugins.program.prediction import Finding
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,7 +21,8 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
     """Which rule priced it, e.g. ``roofline/gemm``, ``measured``, ``nccl/Ring/Simple``."""
     provenance: str
-    """``measured``, ``scaled``, ``modelled``, ``free`` (launches no kernel) or ``unpriced``."""
+    """``measured``, ``interpolated`` (between measured ops), ``scaled`` (from another GPU), ``modelled``, ``free``
+    (launches no kernel) or ``unpriced``."""
     host_ns: float = 0.0
     """Host time to issue it (framework and launch)."""
     flops: float = 0.0
@@ -60,3 +65,31 @@ class CostModel(Protocol):
     def assumptions(self) -> tuple[str, ...]:
         """What this model assumes, one line each, for the report."""
         ...
+
+    def settle(self, job: JobPrograms) -> None:
+        """Find the clocks at which the GPUs run this job. Called before a simulation."""
+        ...
+
+    def in_state_of(self, signatures: list[OpSignature]) -> CostModel:
+        """The model at the clocks of the ranks whose programs have this table of signatures."""
+        ...
+
+    def findings(self) -> tuple[Finding, ...]:
+        """What the user must know about the data behind the prices."""
+        ...
+
+
+class SteadyClock:
+    """For models that keep one clock whatever a job does."""
+
+    def settle(self, job: JobPrograms) -> None:
+        """Nothing changes."""
+
+    def in_state_of(self, signatures: list[OpSignature]) -> CostModel:
+        """The model itself."""
+        del signatures
+        return self  # type: ignore[return-value]
+
+    def findings(self) -> tuple[Finding, ...]:
+        """None."""
+        return ()

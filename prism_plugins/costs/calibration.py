@@ -48,6 +48,18 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``measured`` or ``scaled`` (by data-sheet ratios from another GPU's measurement)."""
 
 
+class MixState(msgspec.Struct, frozen=True, kw_only=True):
+    """A replayed mix of ops, at the clocks it ran at."""
+
+    name: str
+    clock_mhz: float
+    """Time-weighted mean."""
+    model_w: float
+    """Power that the model gives it: where the limiter holds programs like it."""
+    shares: dict[str, float]
+    """Share of its time by op family."""
+
+
 class PowerModel(msgspec.Struct, frozen=True, kw_only=True):
     """Board power of a program: see :mod:`prism_plugins.costs.power`."""
 
@@ -58,10 +70,8 @@ class PowerModel(msgspec.Struct, frozen=True, kw_only=True):
     exponent: float
     """Dynamic power scales with clock ** exponent."""
     max_clock_mhz: float
-    mix_clock_mhz: float
-    """Time-weighted mean clock of the replayed mixes."""
-    mix_w: float
-    """Power that this model gives the replayed mixes at the clocks they ran at: where the limiter holds a program."""
+    mixes: tuple[MixState, ...] = ()
+    """The replayed mixes."""
     family_w: dict[str, float] = {}
     """Dynamic power by op family at ``family_clock_mhz``: the mean of its measured ops."""
     family_clock_mhz: dict[str, float] = {}
@@ -252,9 +262,13 @@ def _check(calibration: Calibration, source: str) -> None:
         require(
             0 < power.static_w < power.cap_w < 1e5, f"power cap {power.cap_w} W, static {power.static_w} W"
         )
-        require(0 < power.mix_clock_mhz <= power.max_clock_mhz < 1e5, f"clocks of the power model: {power}")
+        require(0 < power.max_clock_mhz < 1e5, f"maximum clock {power.max_clock_mhz} MHz")
         require(0 < power.exponent < 10, f"power exponent {power.exponent}")
-        require(power.static_w < power.mix_w < 1e5, f"power of the mixes {power.mix_w} W")
+        for mix in power.mixes:
+            require(
+                power.static_w < mix.model_w < 1e5 and 0 < mix.clock_mhz < 1e5,
+                f"mix {mix.name[:60]} ran at {mix.model_w} W, {mix.clock_mhz} MHz",
+            )
         require(
             power.family_w.keys() == power.family_clock_mhz.keys()
             and all(0 < x < 1e5 for x in (*power.family_w.values(), *power.family_clock_mhz.values())),

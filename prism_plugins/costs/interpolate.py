@@ -2,10 +2,16 @@
 
 The rule (:mod:`prism_plugins.costs.rules`) knows the shape of the cost: arithmetic with tile and wave quantisation for
 GEMMs, ``latency + bytes / bandwidth`` for the rest. What it does not know, the kernel that is chosen and how much of
-peak it reaches, varies slowly with size. So ``ratio = measured / rule`` is interpolated between the measured ops of
-the same kind (op, dtypes, layout of the operands, vectorised or not), by inverse distance in the logarithms of the
-sizes that the family's cost depends on, and ``time = rule * ratio``. Ops of a kind that was not measured take the
-neighbours of their family, at a distance. :func:`leave_one_out` says how good that is.
+peak it reaches, varies slowly with size. So ``log(measured / rule)`` is interpolated between the measured ops of one
+family, and ``time = rule * ratio``:
+
+* GEMMs and attention: first a linear trend in what their efficiency depends on (logarithms of the sizes, how far the
+  waves fill the GPU, the layout of the operands, a causal mask), by ridge regression; then the neighbours' residuals.
+* All families: inverse-distance weights of the nearest neighbours, in the logarithms of the sizes that matter, with a
+  distance between kinds (op, dtypes, access pattern of the operands).
+
+Where nothing measured is near, there is no estimate and the rule alone prices the op. :func:`leave_one_out` says how
+good all this is.
 """
 
 from __future__ import annotations
@@ -21,17 +27,18 @@ from prism_plugins.costs.calibration import FamilyError, Figure
 from prism_plugins.costs.families import base_name, family_of
 from prism_plugins.costs.roofline import Roofline
 from prism_plugins.costs.rules import attention_sizes, gemm_sizes
-from prism_plugins.costs.traffic import is_vectorised, largest, operands_read, scalar, traffic
-from prism_plugins.program.model import OpSignature
+from prism_plugins.costs.traffic import is_dense, largest, operands_read, scalar, traffic
+from prism_plugins.program.model import DTYPE_BYTES, OpSignature, TensorSpec
 
 _NEIGHBOURS = 5
 _POWER = 2.0
 """Weight of a neighbour: distance ** -power."""
-_OTHER_KIND = 2.0
-"""Distance (in doublings) between two kinds of one family."""
-_FARTHEST = 8.0
-"""Neighbours farther than this many doublings tell nothing: the op is then modelled."""
+_FARTHEST = 6.0
+"""Neighbours farther than this many doublings of size tell nothing."""
 _MIN_DISTANCE = 0.05
+_RIDGE = 0.1
+_SHRINK = 0.3
+"""A trend's residuals count in full only beside their measured op: weight of no residual at all."""
 
 _GEMMS = {"gemm", "batched_gemm", "scaled_gemm", "grouped_gemm"}
 _ATTENTION = {
@@ -61,103 +68,196 @@ class _Point(msgspec.Struct, frozen=True):
     figure: Figure
 
 
+class _Group(msgspec.Struct):
+    """The measured ops of one family (and number format) as arrays over them."""
+
+    points: list[_Point]
+    positions: np.ndarray
+    log_ratios: np.ndarray
+    features: np.ndarray | None
+    """Shape (num_points, num_features); None for families without a trend."""
+    trend: np.ndarray | None
+
+
 class Interpolation:
     """Neighbours of every family of a calibration."""
 
     def __init__(self, figures: Sequence[Figure], roofline: Roofline) -> None:
-        self._roofline = roofline
-        self._points: dict[str, list[_Point]] = {}
-        self._positions: dict[str, np.ndarray] = {}
+        self._num_sms = roofline.gpu.num_sms
+        points: dict[tuple, list[_Point]] = {}
         for figure in figures:
-            family = family_of(figure.signature.op)
-            if family is None or family == "free":
+            s = figure.signature
+            if family_of(s.op) in (None, "free"):
                 continue
-            rule_us = roofline.price(figure.signature).duration_ns / 1e3
+            rule_us = roofline.price(s).duration_ns / 1e3
             if rule_us > 0:
-                point = _Point(
-                    position_of(figure.signature), kind_of(figure.signature), figure.us / rule_us, figure
-                )
-                self._points.setdefault(family, []).append(point)
-        for family, points in self._points.items():
-            self._positions[family] = np.array([p.position for p in points])
+                point = _Point(position_of(s), kind_of(s), figure.us / rule_us, figure)
+                points.setdefault(_group_of(s), []).append(point)
+        self._groups = {key: self._make_group(members) for key, members in points.items()}
+
+    def _make_group(self, members: list[_Point]) -> _Group:
+        rows = [features_of(p.figure.signature, self._num_sms) for p in members]
+        features = np.array(rows) if all(row is not None for row in rows) else None
+        log_ratios = np.log([p.ratio for p in members])
+        return _Group(
+            points=members,
+            positions=np.array([p.position for p in members]),
+            log_ratios=log_ratios,
+            features=features,
+            trend=None if features is None else _fit(features, log_ratios),
+        )
 
     def estimate(self, signature: OpSignature, *, without: Figure | None = None) -> Estimate | None:
         """Interpolate at a signature; None where nothing measured is near. ``without`` leaves one figure out."""
-        family = family_of(signature.op)
-        points = self._points.get(family or "")
-        if not points:
+        group = self._groups.get(_group_of(signature))
+        if group is None:
             return None
         kind = kind_of(signature)
-        distance = np.abs(self._positions[family or ""] - np.array(position_of(signature))).sum(axis=1)
-        distance = distance + np.array([_kind_distance(kind, p.kind) for p in points])
-        if without is not None:
-            distance[[p.figure is without for p in points]] = np.inf
+        distance = np.abs(group.positions - np.array(position_of(signature))).sum(axis=1)
+        distance = distance + np.array([_kind_distance(kind, p.kind) for p in group.points])
+        left = np.array([p.figure is not without for p in group.points])
+        distance[~left] = np.inf
         order = np.argsort(distance)[:_NEIGHBOURS]
         order = order[distance[order] <= _FARTHEST]
         if not len(order):
             return None
         weights = np.maximum(distance[order], _MIN_DISTANCE) ** -_POWER
-        weights /= weights.sum()
-        near = [points[i] for i in order.tolist()]
+        own = features_of(signature, self._num_sms)
+        if group.features is None or own is None or group.trend is None:
+            weights /= weights.sum()
+            log_ratio = float(weights @ group.log_ratios[order])
+        else:
+            trend = group.trend if without is None else _fit(group.features[left], group.log_ratios[left])
+            residuals = group.log_ratios[order] - group.features[order] @ trend
+            log_ratio = float(own @ trend) + float(weights @ residuals) / (float(weights.sum()) + _SHRINK)
+            weights /= weights.sum()
+        near = [group.points[i].figure for i in order.tolist()]
         return Estimate(
-            ratio=math.exp(float(weights @ np.log([p.ratio for p in near]))),
-            compute_share=float(weights @ np.array([p.figure.compute_share for p in near])),
-            clock_mhz=float(weights @ np.array([p.figure.clock_mhz for p in near])),
-            burst_clock_mhz=float(weights @ np.array([p.figure.burst_clock_mhz for p in near])),
+            ratio=math.exp(log_ratio),
+            compute_share=float(weights @ np.array([f.compute_share for f in near])),
+            clock_mhz=float(weights @ np.array([f.clock_mhz for f in near])),
+            burst_clock_mhz=float(weights @ np.array([f.burst_clock_mhz for f in near])),
             distance=float(distance[order[0]]),
         )
 
     def leave_one_out(self) -> dict[str, FamilyError]:
         """Error of every family when each of its figures is predicted from the others."""
-        errors: dict[str, FamilyError] = {}
-        for family, points in sorted(self._points.items()):
-            mine = []
-            for point in points:
-                estimate = self.estimate(point.figure.signature, without=point.figure)
+        errors: dict[str, list[float]] = {}
+        for group in self._groups.values():
+            for point in group.points:
+                s = point.figure.signature
+                estimate = self.estimate(s, without=point.figure)
                 if estimate is not None:
-                    mine.append(abs(estimate.ratio / point.ratio - 1))
-            if mine:
-                errors[family] = FamilyError(
-                    count=len(mine),
-                    median=round(statistics.median(mine), 4),
-                    p95=round(float(np.percentile(mine, 95)), 4),
-                )
-        return errors
+                    errors.setdefault(family_of(s.op) or "", []).append(abs(estimate.ratio / point.ratio - 1))
+        return {
+            family: FamilyError(
+                count=len(values),
+                median=round(statistics.median(values), 4),
+                p95=round(float(np.percentile(values, 95)), 4),
+            )
+            for family, values in sorted(errors.items())
+        }
+
+
+def _fit(features: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Ridge regression; the first feature is the constant and not penalised."""
+    penalty = _RIDGE * np.eye(features.shape[1])
+    penalty[0, 0] = 1e-6
+    return np.linalg.solve(features.T @ features + penalty, features.T @ values)
+
+
+def _group_of(s: OpSignature) -> tuple:
+    """Ops of different groups say nothing about each other."""
+    family = family_of(s.op)
+    if family in _GEMMS:
+        return (family, s.inputs[-1].dtype if s.inputs else "", _is_aligned(s))
+    if family in _ATTENTION:
+        return (family, "efficient" in s.op)
+    return (family,)
+
+
+def _is_aligned(s: OpSignature) -> bool:
+    """Whether all rows begin at multiples of 16 bytes, without which cuBLAS takes slow kernels."""
+    return all(t.shape[-1] * DTYPE_BYTES.get(t.dtype, 4) % 16 == 0 for t in s.inputs[-2:] if t.shape)
+
+
+def features_of(s: OpSignature, num_sms: int) -> np.ndarray | None:
+    """What the efficiency of a GEMM or of attention depends on, centred on usual sizes; None for other ops."""
+    family = family_of(s.op)
+    if family in _GEMMS and (sizes := gemm_sizes(s)) is not None and min(sizes) > 0:
+        batch, m, n, k = sizes
+        waves = batch * math.ceil(m / 128) * math.ceil(n / 256) / num_sms
+        small = min(0.0, math.log2(2.0 * batch * m * n * k) - 36)
+        return np.array(
+            [
+                1.0, math.log2(m) - 11, math.log2(n) - 12, math.log2(k) - 12, min(0.0, math.log2(waves)),
+                waves / math.ceil(waves), small, small * small / 8, *map(float, _layout(s)),
+            ]
+        )  # fmt: skip
+    if family in _ATTENTION and (sizes := attention_sizes(s)) is not None and min(sizes) > 0:
+        heads, queries, _, width = sizes
+        causal = float(bool(scalar(s, "is_causal")))
+        length, blocks = math.log2(queries) - 11, math.log2(heads * queries / 128 / num_sms)
+        narrow = float(width <= 64)
+        return np.array(
+            [1.0, causal, length, causal * length, blocks, causal * blocks, narrow, causal * narrow]
+        )
+    return None
 
 
 def position_of(s: OpSignature) -> tuple[float, ...]:
     """Where an op lies: log2 of the sizes its family's cost depends on (always four numbers)."""
     family = family_of(s.op)
-    if family in _GEMMS and (sizes := gemm_sizes(s)) is not None:
-        return tuple(math.log2(max(1, n)) for n in sizes)
-    if family in _ATTENTION and (shape := attention_sizes(s)) is not None:
-        batch_heads, queries, keys, width = shape
-        return (
-            math.log2(max(1, batch_heads)), math.log2(max(1, queries)), math.log2(max(1, keys)), math.log2(max(1, width))
-        )  # fmt: skip
+    sizes = None
+    if family in _GEMMS:
+        sizes = gemm_sizes(s)
+    elif family in _ATTENTION:
+        sizes = attention_sizes(s)
+    if sizes is not None:
+        a, b, c, d = (math.log2(max(1, n)) for n in sizes)
+        return (a, b, c, d)
     big = largest(s)
     row = big.shape[-1] if big is not None and big.shape else 1
+    weight = 0.3
     if family in ("foreach", "fused_optimizer", "multi_tensor"):
         row = max(1, len(s.inputs))
+    elif family == "cat":
+        weight = 3.0
     # The row matters less than the bytes: kernels differ by it, but not in proportion.
-    return (math.log2(1 + traffic(s)), 0.3 * math.log2(max(1, row)), 0.0, 0.0)
+    return (math.log2(1 + traffic(s)), weight * math.log2(max(1, row)), 0.0, 0.0)
 
 
-def kind_of(s: OpSignature) -> tuple:
-    """What must be equal for two ops to run the same kind of kernel, most important first."""
+def kind_of(s: OpSignature) -> tuple[tuple[object, float], ...]:
+    """What must be equal for two ops to run the same kind of kernel, each with the distance that a difference makes."""
     family = family_of(s.op)
-    dtypes = tuple(t.dtype for t in s.inputs[:3])
+    name = base_name(s.op)
     if family in _GEMMS:
-        return (base_name(s.op), dtypes[-1:], _layout(s))
+        return ((name, 1.0), (_layout(s), 1.0))
     if family in _ATTENTION:
-        return (base_name(s.op), dtypes[:1], bool(scalar(s, "is_causal")))
-    operands = operands_read(s)
-    return (base_name(s.op), dtypes, is_vectorised((*operands, *s.outputs)), _reduced(s))
+        return ((bool(scalar(s, "is_causal")), 2.0),)
+    operands = (*operands_read(s), *s.outputs)
+    dtypes = tuple(t.dtype for t in s.inputs[:2])
+    pointwise = family in ("elementwise", "copy", "dropout", "fill", "foreach")
+    patterns = tuple(dict.fromkeys(_pattern(t, operands[-1]) for t in operands)) if operands else ()
+    return ((name, 2.0 if pointwise else 3.0), (dtypes, 3.0), (patterns, 4.0), (_reduced(s), 4.0))
 
 
-def _layout(s: OpSignature) -> tuple[bool, ...]:
+def _pattern(t: TensorSpec, target: TensorSpec) -> str:
+    """How an operand is walked through: as a block, by rows with gaps, transposed, or repeated."""
+    if t.numel <= 1:
+        return "scalar"
+    if t.shape != target.shape or 0 in t.strides:
+        inner = t.shape and target.shape and t.shape[-1] == target.shape[-1]
+        return "repeated" if inner else "repeated inside"
+    if is_dense(t) and (t.strides or ()) == (target.strides or ()):
+        return "block"
+    return "rows" if not t.strides or t.strides[-1] == 1 else "transposed"
+
+
+def _layout(s: OpSignature) -> tuple[bool, bool]:
     """Which operands are transposed: the inner stride is not 1."""
-    return tuple(len(t.shape) >= 2 and bool(t.strides) and t.strides[-1] != 1 for t in s.inputs[-2:])
+    a, b = (len(t.shape) >= 2 and bool(t.strides) and t.strides[-1] != 1 for t in s.inputs[-2:])
+    return a, b
 
 
 def _reduced(s: OpSignature) -> object:
@@ -171,4 +271,4 @@ def _reduced(s: OpSignature) -> object:
 
 
 def _kind_distance(a: tuple, b: tuple) -> float:
-    return sum(_OTHER_KIND for x, y in zip(a, b, strict=False) if x != y)
+    return sum(weight for (x, weight), (y, _) in zip(a, b, strict=False) if x != y)

@@ -1,82 +1,37 @@
-"""The modelled costs: roofline for compute, NCCL's behaviour for communication, with a cache by signature."""
+"""The cost model of a described cluster: by calibration, or by formulas alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Literal
 
-from prism_plugins.costs.base import CostModel, Interference, Price
+from prism_plugins.costs.base import CostModel
+from prism_plugins.costs.calibration import Calibration, read_calibration
 from prism_plugins.costs.cluster import Cluster
-from prism_plugins.costs.collectives import CollectiveModel
-from prism_plugins.costs.nccl.measured import CollectivePoint
+from prism_plugins.costs.measured import build_measured
+from prism_plugins.costs.modelled import ModelledCosts
 from prism_plugins.costs.nccl.settings import NcclSettings
-from prism_plugins.costs.roofline import Roofline
-from prism_plugins.program.model import CommSignature, OpSignature
 
-HBM_SHARED = 0.92
-"""Of the data-sheet bandwidth: what the fastest streaming kernels reach on an H200 (costs/efficiency.py)."""
+NO_CALIBRATION: Literal["none"] = "none"
+"""What a user says instead of a file for formulas alone."""
 
 
 def build_cost_model(
-    cluster: Cluster, *, nccl: NcclSettings | None = None, collectives: Sequence[CollectivePoint] = ()
+    cluster: Cluster,
+    *,
+    nccl: NcclSettings | None = None,
+    calibration: Calibration | Literal["none"] | None = None,
 ) -> CostModel:
-    """The cost model for a described cluster, the NCCL variables of a launch and measured collectives."""
-    return ModelledCosts(cluster, nccl=nccl, collectives=collectives)
+    """The cost model for a described cluster and the NCCL variables of a launch.
+
+    ``calibration``: one that the user gave, ``none`` for formulas alone; by default the shipped one.
+    """
+    if calibration == NO_CALIBRATION:
+        return ModelledCosts(cluster, nccl=nccl)
+    return build_measured(cluster, calibration, nccl=nccl)
 
 
-class ModelledCosts:
-    """Prices from formulas alone; a measured model wraps this one and overrides what it has measured."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        *,
-        nccl: NcclSettings | None = None,
-        collectives: Sequence[CollectivePoint] = (),
-    ) -> None:
-        self.cluster = cluster
-        self.name = f"roofline + NCCL model on {cluster.name}"
-        self.interference = Interference(
-            num_sms=cluster.gpu.num_sms, hbm_bytes_per_s=HBM_SHARED * cluster.gpu.hbm_bytes_per_s
-        )
-        self._roofline = Roofline(cluster)
-        self._collectives = CollectiveModel(cluster, nccl, collectives)
-        self._op_prices: dict[tuple, Price] = {}
-        self._comm_prices: dict[tuple, Price] = {}
-
-    def price_op(self, signature: OpSignature) -> Price:
-        """Price a device op; unknown ops are estimated by their bytes and marked ``unpriced``."""
-        s = signature
-        key = (s.op, s.inputs, s.outputs, s.scalars, tuple(s.attrs.items()))
-        price = self._op_prices.get(key)
-        if price is None:
-            price = self._op_prices[key] = self._roofline.price(s)
-        return price
-
-    def price_comm(self, comm: CommSignature, ranks: tuple[int, ...], rank: int) -> Price:
-        """Price a collective or p2p call from the arrival of the last member."""
-        place = self._collectives.placement(ranks)
-        key = (
-            comm.kind,
-            comm.dtype,
-            comm.in_numel,
-            comm.out_numel,
-            comm.send_splits,
-            comm.recv_splits,
-            (ranks, rank) if comm.send_splits or comm.recv_splits else place,
-        )
-        price = self._comm_prices.get(key)
-        if price is None:
-            price = self._comm_prices[key] = self._collectives.price(comm, ranks, rank)
-        return price
-
-    def assumptions(self) -> tuple[str, ...]:
-        """What this model assumes."""
-        c = self.cluster
-        return (
-            f"compute is priced by a roofline on {c.gpu.name} with efficiencies fitted on one H200 training iteration; "
-            "no measurement of this job was made",
-            *self._collectives.assumptions(),
-            f"the host takes {c.host.op_us:g} us per launched op, {c.host.view_us:g} us per view, "
-            f"{c.host.comm_us:g} us per collective",
-            "float32 GEMMs run without TF32; GPUs are equal and keep one clock",
-        )
+def load_calibration(name: str) -> Calibration | Literal["none"] | None:
+    """What ``--prism-calibration`` names: a file, ``none``, or nothing. Raises PrismError for a file that is none."""
+    if name == NO_CALIBRATION:
+        return NO_CALIBRATION
+    return read_calibration(name) if name else None

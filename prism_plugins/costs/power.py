@@ -1,31 +1,34 @@
 """At which clocks a power-capped GPU runs a program.
 
 The board draws ``static + dynamic``. Op ``i`` was measured in a replayed mix at clock ``f_i``, its dynamic power there
-is ``d_i`` and scales with ``clock ** exponent``. In another program, with other proportions of ops or with bubbles, the
-limiter settles at other clocks. All of them are taken to move by one factor ``s``, an op's no further than its clock
-in a burst (peak current limits GEMMs far below the maximum clock); ``s`` is where the time-weighted power of the
-program is that of the mixes, which ran at the limit::
+is ``d_i`` and scales with ``clock ** exponent``. In a program with other proportions of ops the limiter settles at
+other clocks. All of them are taken to move by one factor ``s``, an op's no further than its clock in a burst (peak
+current limits GEMMs far below the maximum clock); ``s`` is where the time-weighted power of the program's busy time
+is that which the same model gives the replayed mix most like it (least difference of time shares by family), for
+that mix ran at the limit; a program that was replayed itself has ``s = 1``::
 
-    sum_i n_i t_i(s f_i) (static + d_i s ** exponent) + idle * static = mix_w * (sum_i n_i t_i(s f_i) + idle)
+    sum_i n_i t_i(s f_i) (static + d_i s ** exponent) = mix_w * sum_i n_i t_i(s f_i)
 
 ``d_i`` comes from running the op alone until its power was steady; ops of which that was not measured take the mean
 of their family. The exponent is the one with which the replayed mixes agree best on one power.
-Limits: one factor for the whole iteration (the limiter averages over some milliseconds), a GPU that waits draws its
-static power, memory power scales like the rest.
+
+Limits: one factor for the whole iteration; memory power scales like the rest; waits are left out, because the limiter
+acts within milliseconds (on two H200s a pipeline stage with bubbles ran its steps no faster than one without).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 
-from prism_plugins.costs.calibration import Figure, PowerModel
+from prism_plugins.costs.calibration import Figure, MixState, PowerModel
 from prism_plugins.costs.families import family_of
 
 _EXPONENTS = tuple(round(1.0 + 0.1 * i, 1) for i in range(31))
-_SCALES = (0.6, 1.5)
-"""Range of the factor."""
+_SCALES = (0.88, 1.12)
+"""Range of the factor: about that of the clocks at which mixes were measured."""
 _DEFAULT_DYNAMIC = 0.6
 """Of cap minus static, for families without any measurement."""
 
@@ -39,10 +42,9 @@ def fit_power(
     cap_w: float,
     static_w: float,
     max_clock_mhz: float,
-    mixes: Sequence[WeightedMix],
+    mixes: Mapping[str, WeightedMix],
 ) -> PowerModel:
-    """The power model of measured figures and of the mixes in which they were measured, in the order of their
-    importance: the exponent is fitted on all, ``mix_w`` is that of all together."""
+    """The power model of measured figures and of the mixes, by name, in which they were measured."""
     measured = [f for f in figures if f.power_w > static_w and f.power_clock_mhz > 0 and f.clock_mhz > 0]
     best: tuple[float, PowerModel] | None = None
     for exponent in _EXPONENTS:
@@ -56,24 +58,27 @@ def fit_power(
             static_w=static_w,
             exponent=exponent,
             max_clock_mhz=max_clock_mhz,
-            mix_clock_mhz=max_clock_mhz,
-            mix_w=cap_w,
             family_w={name: round(float(mean[0]), 1) for name, mean in means.items()},
             family_clock_mhz={name: round(float(mean[1]), 1) for name, mean in means.items()},
         )
-        states = np.array([_power_and_clock(model, mix) for mix in mixes if mix] or [(cap_w, max_clock_mhz)])
-        model = PowerModel(
-            **{
-                **{name: getattr(model, name) for name in PowerModel.__struct_fields__},
-                "mix_w": round(float(states[:, 0].mean()), 1),
-                "mix_clock_mhz": round(float(states[:, 1].mean()), 1),
-            }
-        )
-        disagreement = float(states[:, 0].std() / states[:, 0].mean())
+        states = tuple(_state_of(model, name, mix) for name, mix in mixes.items() if mix)
+        watts = np.array([state.model_w for state in states] or [cap_w])
+        disagreement = float(watts.std() / watts.mean())
         if best is None or disagreement < best[0]:
-            best = (disagreement, model)
+            best = (disagreement, msgspec.structs.replace(model, mixes=states))
     assert best is not None
     return best[1]
+
+
+def nearest_mix(model: PowerModel, shares: Mapping[str, float]) -> MixState | None:
+    """The replayed mix whose time shares by family differ least."""
+
+    def difference(mix: MixState) -> float:
+        return sum(
+            abs(mix.shares.get(f, 0.0) - shares.get(f, 0.0)) for f in mix.shares.keys() | shares.keys()
+        )
+
+    return min(model.mixes, key=difference, default=None)
 
 
 def power_family(op: str) -> str:
@@ -100,34 +105,49 @@ def family_dynamic_w(model: PowerModel, op: str, clock_mhz: float) -> float:
     return watts * (clock_mhz / known) ** model.exponent if clock_mhz and known else watts
 
 
-def _power_and_clock(model: PowerModel, mix: WeightedMix) -> tuple[float, float]:
+def _state_of(model: PowerModel, name: str, mix: WeightedMix) -> MixState:
     us = np.array([f.us * n for f, n in mix])
     dynamic = np.array([dynamic_w(model, f) for f, _ in mix])
     clocks = np.array([f.clock_mhz for f, _ in mix])
-    return model.static_w + float((us * dynamic).sum() / us.sum()), float((us * clocks).sum() / us.sum())
+    return MixState(
+        name=name,
+        clock_mhz=round(float((us * clocks).sum() / us.sum()), 1),
+        model_w=round(model.static_w + float((us * dynamic).sum() / us.sum()), 1),
+        shares=time_shares((f.signature.op for f, _ in mix), us),
+    )
+
+
+def time_shares(ops: Iterable[str], us: np.ndarray) -> dict[str, float]:
+    """Share of time by family."""
+    shares: dict[str, float] = {}
+    for op, one in zip(ops, us.tolist(), strict=True):
+        shares[power_family(op)] = shares.get(power_family(op), 0.0) + one / float(us.sum())
+    return {name: round(share, 4) for name, share in shares.items() if share >= 5e-4}
 
 
 def solve_scale(
     model: PowerModel,
     *,
+    ops: Sequence[str],
     us: np.ndarray,
     compute_share: np.ndarray,
     dynamic: np.ndarray,
     headroom: np.ndarray,
-    idle_us: float = 0.0,
 ) -> float:
-    """The factor ``s`` of a program. Arrays of shape (num_ops,): total time of each op as measured, the share of it
-    that scales with the clock, dynamic power as measured (W), burst clock over measured clock; and the time in which
-    the GPU waits."""
+    """The factor ``s`` of a program. Of every op, shape (num_ops,): name, total time as measured, the share of it that
+    scales with the clock, dynamic power as measured (W), burst clock over measured clock."""
+    mix = nearest_mix(model, time_shares(ops, us)) if len(us) else None
+    if mix is None:
+        return 1.0
 
     def surplus(scale: float) -> float:
         own = np.minimum(scale, headroom)
         times = us * (compute_share / own + 1 - compute_share)
         energy = float((times * (model.static_w + dynamic * own**model.exponent)).sum())
-        return energy + idle_us * model.static_w - model.mix_w * (float(times.sum()) + idle_us)
+        return energy - mix.model_w * float(times.sum())
 
     low, high = _SCALES
-    if not len(us) or surplus(high) <= 0:
+    if surplus(high) <= 0:
         return high
     for _ in range(40):
         middle = (low + high) / 2

@@ -124,6 +124,35 @@ def _random(r: Roofline, s: OpSignature) -> Work:
     return Work(bytes=written, seconds=seconds)
 
 
+def gemm_sizes(s: OpSignature) -> tuple[int, int, int, int] | None:
+    """(batch, m, n, k) of a matrix product, None for what is none."""
+    name = base_name(s.op)
+    addend = name in ("addmm", "_addmm_activation", "addmv", "addr", "baddbmm", "addbmm")
+    operands = s.inputs[1:3] if addend and len(s.inputs) >= 3 else s.inputs[:2]
+    if len(operands) < 2 or not operands[0].shape or not operands[1].shape:
+        return None
+    a, b = operands
+    if name in ("outer", "ger", "addr"):
+        return 1, a.numel, b.numel, 1
+    k = a.shape[-1]
+    if len(a.shape) >= 3 and len(b.shape) >= 3:
+        return max(1, a.numel // max(1, a.shape[-2] * k)), a.shape[-2], b.shape[-1], k
+    if name == "linear":
+        n = b.shape[0] if len(b.shape) > 1 else 1
+    else:
+        n = b.shape[-1] if len(b.shape) > 1 else 1
+    return 1, max(1, a.numel // max(1, k)), n, k
+
+
+def attention_sizes(s: OpSignature) -> tuple[int, int, int, int] | None:
+    """(batch times heads, queries, keys, head width) of torch's attention ops, (B, H, S, D)."""
+    tensors = s.inputs[1:4] if "backward" in s.op else s.inputs[:3]
+    if len(tensors) < 2 or len(tensors[0].shape) != 4 or len(tensors[1].shape) != 4:
+        return None
+    b, h, queries, width = tensors[0].shape
+    return b * h, queries, tensors[1].shape[-2], width
+
+
 def _gemm(r: Roofline, s: OpSignature) -> Work:
     """mm, addmm, linear, mv, dot: the last operand pair of rank ≤ 2 (linear's input is flattened)."""
     name = base_name(s.op)

@@ -12,9 +12,10 @@ and the fault says who waits for whom.
 Ranks with equal times are one cell (:mod:`.quotient`). Data-parallel ranks whose optimizer shards differ run the same
 events up to their optimizer: up to there they are one cell, from there on one per shard (:mod:`.fork`).
 
-Collectives and the compute beside them slow each other down (:mod:`.interference`), in a second pass.
+Collectives, the compute beside them, and kernels of different streams slow each other down (:mod:`.interference`), in a
+second pass.
 
-Limits: the host never waits for room in the launch queue; kernels of different streams do not slow each other down.
+Limits: the host never waits for room in the launch queue.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Simulation:
         began = time.perf_counter()
         self.job = job
         self.costs = costs
+        costs.settle(job)
         self._pricer = Pricer(costs)
         self._sources = [ClassSource(job, index) for index in range(len(job.classes))]
         self._world = survey(job, self._sources, self._pricer)

@@ -1,4 +1,4 @@
-"""What collectives and the compute beside them cost each other.
+"""What collectives and the compute beside them, and kernels of several streams, cost each other.
 
 A collective holds one SM per channel from the start of its kernel (also while it waits for its peers) to its end, and
 moves bytes through HBM while it transfers. First order, per stretch of overlap, with ``S`` SMs, ``c`` of them held, HBM
@@ -6,6 +6,8 @@ demands ``b`` of the compute and ``r`` of the transfer, and ``B`` bytes per seco
 
 * compute bound by arithmetic lasts longer by ``c / S`` of the overlap;
 * compute bound by memory, and the transfer, last longer by ``1 - B / (b + r)`` of it, if that is positive;
+* kernels of ``n`` streams at once share the GPU: each lasts longer by ``n - 1`` of the overlap, so that the work of all
+  is as long as one after the other (large kernels fill the GPU; what small ones could gain is left out);
 * transfers that share NVLink or the NICs, and together ask for ``U`` times its rate, last longer by ``U - 1`` of it, if
   that is positive (fair shares; a message counts half, it leaves one direction free).
 
@@ -37,7 +39,7 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     """By how much things last longer, ns, on the cell where it is most."""
 
     kernels_ns: float = 0.0
-    """Kernels, for the collectives beside them."""
+    """Kernels, for the collectives and the other streams' kernels beside them."""
     transfers_ns: float = 0.0
     """Transfers, for others on the same link."""
 
@@ -66,13 +68,16 @@ def apply(units: list[Unit], machine: Machine, model: Interference, total_ns: fl
     worst = crowded = 0.0
     for unit in units:
         ops = unit.stretch.ops
-        if not len(ops) or (len(unit.stretch.streams) < 2 and not ops.is_async.any()):
+        several = sum(len(items.kernels) > 0 for items in unit.stretch.streams) > 1
+        beside_compute = len(ops) and (len(unit.stretch.streams) > 1 or ops.is_async.any())
+        if not (several or beside_compute):
             continue
         held, moving, rate = _transfers(unit, machine)
         runs = [_runs(unit, items, machine) for items in unit.stretch.streams]
         lost = _Integral(*held, lambda level: np.minimum(level, _MOST_SMS * model.num_sms) / model.num_sms)
         active = _Integral(*moving[:2], np.ones(len(rate)), lambda level: (level > 0).astype(float))
         demand = _Integral(*moving, lambda level: level)
+        crowd = _crowd(runs)
         new = []
         added = 0.0
         for run in runs:
@@ -84,6 +89,7 @@ def apply(units: list[Unit], machine: Machine, model: Interference, total_ns: fl
             both = transfer_rate + run.memory_rate
             shared = np.where(both > hbm, 1 - hbm / np.maximum(both, 1e-30), 0.0)
             extra = run.arithmetic * lost.between(run.start, run.end) + (1 - run.arithmetic) * shared * beside
+            extra = np.where(length > 0, extra + crowd.between(run.start, run.end), 0.0)
             added += float(extra.sum())
             new.append(recut(unit.stretch, run.items, 1 + extra / np.maximum(length, 1e-30)))
         if added > 0:
@@ -152,6 +158,13 @@ def _runs(unit: Unit, items: StreamItems, machine: Machine) -> _Runs:
         arithmetic=arithmetic_ns / np.maximum(items.run_ns, 1e-30),
         memory_rate=np.divide(memory_bytes, memory_ns, out=np.zeros(len(end)), where=memory_ns > 1.0),
     )
+
+
+def _crowd(runs: list[_Runs]) -> _Integral:
+    """Streams that run kernels beside one that does."""
+    start = np.concatenate([run.start for run in runs])
+    end = np.concatenate([run.end for run in runs])
+    return _Integral(start, end, np.ones(len(start)), lambda level: np.maximum(level - 1.0, 0.0))
 
 
 def _delays(runs: list[_Runs], moving: tuple, rate: np.ndarray, hbm: float) -> np.ndarray:

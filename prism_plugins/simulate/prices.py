@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from prism_plugins.costs.base import CostModel, Price
-from prism_plugins.program.model import CommSignature, EventKind, GroupInfo, Program
+from prism_plugins.program.model import CommSignature, EventKind, GroupInfo, OpSignature, Program
 
 HOST_NS_PER_WAIT = 1_500.0
 """Host time of Work.wait, an event record or an event wait: a CUDA runtime call under a thin Python wrapper."""
@@ -46,7 +46,7 @@ class Pricer:
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self._ops: dict[int, tuple[object, Price]] = {}
+        self._ops: dict[tuple[int, int], tuple[OpSignature, CostModel, Price]] = {}
         self._tables: dict[int, tuple[object, tuple[np.ndarray, ...]]] = {}
 
     def price(self, program: Program) -> ProgramPrices:
@@ -85,7 +85,8 @@ class Pricer:
     def _op_table(self, program: Program) -> tuple[np.ndarray, ...]:
         entry = self._tables.get(id(program.signatures))
         if entry is None:
-            prices = [self._op(s) for s in program.signatures]
+            costs = self._costs.in_state_of(program.signatures)
+            prices = [self._op(s, costs) for s in program.signatures]
             arrays = (
                 np.array([0.0 if p.provenance == "free" else p.duration_ns for p in prices]),
                 np.array([p.host_ns for p in prices]),
@@ -97,11 +98,12 @@ class Pricer:
             entry = self._tables[id(program.signatures)] = (program.signatures, arrays)
         return entry[1]
 
-    def _op(self, signature: object) -> Price:
-        entry = self._ops.get(id(signature))  # the entry keeps the signature, so its id is not reused
-        if entry is None:
-            entry = self._ops[id(signature)] = (signature, self._costs.price_op(signature))
-        return entry[1]
+    def _op(self, signature: OpSignature, costs: CostModel) -> Price:
+        key = (id(signature), id(costs))
+        entry = self._ops.get(key)
+        if entry is None:  # the entry keeps both objects, so their ids are not reused
+            entry = self._ops[key] = (signature, costs, costs.price_op(signature))
+        return entry[2]
 
 
 def used_comms(program: Program) -> np.ndarray:

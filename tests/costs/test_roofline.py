@@ -12,12 +12,12 @@ import torch
 
 from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.costs.families import FAMILIES, base_name, family_of, is_inplace
-from prism_plugins.costs.model import build_cost_model
+from prism_plugins.costs.modelled import ModelledCosts
 from prism_plugins.costs.rules import RULES
 from prism_plugins.program.model import OpSignature, TensorSpec
 
 DATA = json.loads((Path(__file__).parent / "data" / "h200_insitu_ops_one4.json").read_text())
-H200 = build_cost_model(load_cluster("dgx-h200"))
+H200 = ModelledCosts(load_cluster("dgx-h200"))
 BF16, FP32 = "bfloat16", "float32"
 LOGITS = [2048, 4, 50304]
 STRIDED = (49152, 12288, 384, 1)  # a slice of the fused qkv projection
@@ -300,7 +300,7 @@ def test_fused_regions_are_priced_by_their_plan() -> None:
 
 
 def test_a_slower_gpu_is_slower_at_everything() -> None:
-    a100 = build_cost_model(load_cluster("dgx-a100"))
+    a100 = ModelledCosts(load_cluster("dgx-a100"))
     for signature, _, _ in rows():
         assert a100.price_op(signature).duration_ns > H200.price_op(signature).duration_ns
 

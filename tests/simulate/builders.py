@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prism_plugins.costs.base import Price
+from prism_plugins.costs.base import Price, SteadyClock
 from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.model import (
     EVENT_DTYPE,
@@ -19,7 +19,7 @@ from prism_plugins.program.model import (
 from prism_plugins.world.layout import Layout
 
 
-class TableCosts:
+class TableCosts(SteadyClock):
     """Prices ops by an attribute and calls by size; ``scale`` stretches one kind of cost."""
 
     name = "table"
