@@ -80,10 +80,11 @@ def test_another_gpu_is_scaled_by_the_rules_of_both_and_marked() -> None:
 
 
 def test_a_calibration_of_another_gpu_warns_and_names_both() -> None:
-    (finding,) = build_measured(H200, Calibration(gpu="NVIDIA A100-SXM4-80GB")).findings()
+    figures = SHIPPED.figures[:1]
+    (finding,) = build_measured(H200, Calibration(gpu="NVIDIA A100-SXM4-80GB", figures=figures)).findings()
     assert "A100" in finding.message
     assert "H200" in finding.message
-    (finding,) = build_measured(H200, Calibration(gpu="Fancy 9000")).findings()
+    (finding,) = build_measured(H200, Calibration(gpu="Fancy 9000", figures=figures)).findings()
     assert "in no preset" in finding.message
 
 
