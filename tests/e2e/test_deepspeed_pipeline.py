@@ -19,6 +19,16 @@ CONFIG = {
 }
 
 
+def told_by(place, ranks_per_stage):
+    """Rank → (tensors it was told to receive, tensors it announced), of every slice."""
+    told = {}
+    for path in place.out.glob("slices/*/report.json"):
+        report = json.loads(path.read_text())
+        stage = report["facts"]["stages"][report["rank"] // ranks_per_stage]
+        told[report["rank"]] = stage["receives"], stage["sends"]
+    return told
+
+
 def test_middle_stages_are_derived_and_evaluation_is_no_training(place):
     """PP4 x DP16, tied embedding, stages exchange (activations, mask), an evaluation after every second step."""
     pytest.importorskip("deepspeed")
@@ -39,13 +49,27 @@ def test_middle_stages_are_derived_and_evaluation_is_no_training(place):
     assert prediction["audit"]["matched"] == 1
     assert prediction["tflops_per_gpu"] > 0
     assert "no journal" not in str(prediction["assumptions"])
-    reports = [json.loads(path.read_text()) for path in place.out.glob("slices/*/report.json")]
-    told = {}
-    for report in reports:
-        stage = report["facts"]["stages"][report["rank"] // 16]
-        told[report["rank"]] = stage["receives"], stage["sends"]
+    told = told_by(place, 16)
     tensors = "float32[1x32x64], int64[1x32]"
     assert told[0] == told[1] == ("", tensors)
     assert told[16] == told[audited] == (tensors, tensors)
     assert told[63] == (tensors, "")
+    reports = [json.loads(path.read_text()) for path in place.out.glob("slices/*/report.json")]
     assert all(r["steady"] for r in reports)
+
+
+@pytest.mark.slow
+def test_equal_layers_that_are_sent_other_shapes_are_sliced(place):
+    """PP4 x DP2. The last stage, first told the shape that stage 1 sends, is sliced again behind stage 2."""
+    pytest.importorskip("deepspeed")
+    (place.path / "ds.json").write_text(json.dumps(CONFIG))
+    done = place.run(
+        Path(__file__).with_name("deepspeed_scripts") / "train_shapes.py",
+        *("--deepspeed_config", "ds.json"),
+        launcher=[*TORCHRUN, "1"],
+    )
+    assert done.stderr.count("slice rank 7 started") == 2
+    told = told_by(place, 2)
+    assert told[2] == ("float32[1x64x32]", "float32[1x32x32]")
+    assert told[4] == ("float32[1x32x32]", "float32[1x16x32]")
+    assert told[7] == ("float32[1x16x32]", "")

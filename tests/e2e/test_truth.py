@@ -36,7 +36,7 @@ from tests.e2e.truth_jobs import (
     run_for_real,
 )
 
-ALWAYS = ("pp4 dp2", "zero 2")
+ALWAYS = ("pp4 dp2", "zero 2", "ds pp2 dp2 zero 1")
 JOBS = CASES | DEEPSPEED_CASES
 
 

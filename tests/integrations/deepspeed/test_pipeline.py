@@ -12,7 +12,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import nn
 
-from prism_plugins.integrations.deepspeed.pipeline import stage_schedules
+from prism_plugins.errors import PrismError
+from prism_plugins.integrations.deepspeed.pipeline import _train_batch, stage_schedules
 from prism_plugins.integrations.deepspeed.stages import stage_contents
 from prism_plugins.program.schedule import describe
 from prism_plugins.program.slices import StageInfo
@@ -56,6 +57,15 @@ def test_every_stage_works_on_all_micro_batches_once(stages: int, micro_batches:
         assert names.count("forward") == names.count("backward") == micro_batches
         assert names.count("recv_forward") == names.count("send_backward") == (micro_batches if stage else 0)
         assert names.count("load_microbatch") == (micro_batches if stage in (0, stages - 1) else 0)
+
+
+def test_what_deepspeed_cannot_do_itself_is_one_line():
+    def train_batch(self):
+        raise AssertionError("bwd_microstep timer has already been started")
+
+    session = SimpleNamespace(training_begins=lambda engine: None)
+    with pytest.raises(PrismError, match='"wall_clock_breakdown": true, also on real GPUs'):
+        _train_batch(session, train_batch, None)(Engine(2, 2))
 
 
 class Block(nn.Module):
