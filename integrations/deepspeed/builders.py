@@ -92,6 +92,39 @@ def _adam(
     param.copy_(value - lr * update)
 
 
+def _fused_lion(context: SliceContext) -> Any:
+    """``multi_tensor_lion(chunk_size, noop_flag, [grads, params, exp_avgs], ...)``: one kernel."""
+    from prism_plugins.capture.recorder import get_recorder
+
+    def multi_tensor_lion(chunk: int, noop: Any, lists: list[list[Any]], *hyper: Any) -> None:
+        grads, params, first = lists
+        get_recorder().kernel("deepspeed::multi_tensor_lion", [*params, *grads, *first])
+        _synthesize([*params, *first])
+
+    return SimpleNamespace(multi_tensor_lion=multi_tensor_lion)
+
+
+def _fused_lamb(context: SliceContext) -> Any:
+    """``lamb(param, out_param, exp_avg, exp_avg_sq, grad, ...)``, parameter by parameter: its trust ratio."""
+    from prism_plugins.capture.recorder import get_recorder
+
+    def lamb(param: Any, copy: Any, first: Any, second: Any, grad: Any, *hyper: Any) -> Any:
+        ratio = param.new_ones(1)
+        get_recorder().kernel("deepspeed::multi_tensor_lamb", [param, grad, first, second])
+        _synthesize([param, first, second, ratio])
+        return ratio
+
+    return SimpleNamespace(lamb=lamb)
+
+
+def _synthesize(tensors: list[Any]) -> None:
+    """The kernel is not computed: from now on the tensors' values are made up."""
+    from prism_plugins.device.tensors import mark_synthesized
+
+    for tensor in tensors:
+        mark_synthesized(tensor)
+
+
 def _utils(context: SliceContext) -> Any:
     from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
@@ -120,6 +153,8 @@ def _cpu_optimizer(name: str, num_tensors: int) -> Callable[[SliceContext], Any]
 
 _OPS = {
     "FusedAdamBuilder": _fused_adam,
+    "FusedLambBuilder": _fused_lamb,
+    "FusedLionBuilder": _fused_lion,
     "UtilsBuilder": _utils,
     "CPUAdamBuilder": _cpu_optimizer("adam", 4),
     "CPUAdagradBuilder": _cpu_optimizer("adagrad", 3),

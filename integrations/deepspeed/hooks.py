@@ -17,6 +17,7 @@ from prism_plugins.integrations.deepspeed import (
     memory,
     moe,
     offload,
+    overflow,
     pipeline,
 )
 from prism_plugins.integrations.deepspeed.routed_blocks import route_blocks
@@ -47,6 +48,7 @@ def hook_table() -> list[Hook]:
         *loops.HOOKS,
         *memory.HOOKS,
         *offload.HOOKS,
+        *overflow.HOOKS,
         *moe.HOOKS,
         *autotp.HOOKS,
         *compat.HOOKS,

@@ -133,7 +133,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "foreach": (),  # every name that begins with _foreach_
     "fused_optimizer": _words("""
         _fused_adam _fused_adamw _fused_sgd _fused_adagrad multi_tensor_adam multi_tensor_adam_capturable
-        multi_tensor_adam_fp8 multi_tensor_sgd multi_tensor_lamb
+        multi_tensor_adam_fp8 multi_tensor_sgd multi_tensor_lamb multi_tensor_lion
     """),
     "multi_tensor": _words("""
         _amp_foreach_non_finite_check_and_unscale _amp_update_scale multi_tensor_l2norm multi_tensor_scale
