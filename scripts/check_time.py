@@ -2,7 +2,7 @@
 """Compare predicted with measured iteration times: simulate emulated runs of the measured jobs again and print the errors.
 
     python scripts/check_memory.py --megatron PATH/Megatron-LM --out RUNS    # emulates the jobs, once
-    python scripts/check_time.py RUNS [--cluster dgx-h200] [--cluster my.toml]
+    python scripts/check_time.py RUNS [--cluster dgx-h200] [--cluster my.toml] [--calibration FILE|none]
 
 RUNS holds one run directory per job, named like the job. One line per job: measured median, and for each cluster the
 prediction, its error and where the time goes. Nothing is fitted per job. A host slower or faster than the preset's
@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Literal
 
+from prism_plugins.costs.calibration import Calibration
 from prism_plugins.costs.cluster import load_cluster
-from prism_plugins.costs.model import build_cost_model
+from prism_plugins.costs.model import build_cost_model, load_calibration
 from prism_plugins.errors import PrismError
 from prism_plugins.program.infer import infer_job
 from prism_plugins.program.job import JobPrograms
@@ -33,7 +35,9 @@ def main() -> None:
     )
     parser.add_argument("runs", type=Path)
     parser.add_argument("--cluster", action="append", help="preset or file; may be given several times")
+    parser.add_argument("--calibration", default="", help="as --prism-calibration")
     args = parser.parse_args()
+    calibration = load_calibration(args.calibration)
     for name, measured_ms in measured().items():
         if not (args.runs / name).is_dir():
             continue
@@ -44,7 +48,7 @@ def main() -> None:
             continue
         print(
             f"{name:20} measured {measured_ms:8.1f} ms",
-            *(predict(job, c, measured_ms) for c in args.cluster or ["dgx-h200"]),
+            *(predict(job, c, measured_ms, calibration) for c in args.cluster or ["dgx-h200"]),
         )
 
 
@@ -64,9 +68,11 @@ def load_job(path: Path) -> JobPrograms:
     return infer_job(info.facts, {rank: rundir.read_report(rank) for rank in info.slices}, programs)
 
 
-def predict(job: JobPrograms, cluster: str, measured_ms: float) -> str:
+def predict(
+    job: JobPrograms, cluster: str, measured_ms: float, calibration: Calibration | Literal["none"] | None
+) -> str:
     """``cluster: prediction (error) parts``."""
-    timeline = Simulation(job, build_cost_model(load_cluster(cluster))).timeline
+    timeline = Simulation(job, build_cost_model(load_cluster(cluster), calibration=calibration)).timeline
     ms = timeline.iteration_time_ns / 1e6
     b = timeline.breakdown[timeline.slowest_class]
     parts = f"compute {b.compute:.0f} exposed {b.exposed_communication:.0f} bubble {b.bubble:.0f} host {b.host:.0f} optimizer {b.optimizer:.0f}"

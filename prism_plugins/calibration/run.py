@@ -13,7 +13,7 @@ from prism_plugins.calibration.replay import Replay, figure_of
 from prism_plugins.calibration.sensors import Sensors
 from prism_plugins.calibration.signatures import SignatureList
 from prism_plugins.costs.calibration import Calibration, Figure, PowerModel
-from prism_plugins.costs.power import fit_power
+from prism_plugins.costs.power import power_model
 from prism_plugins.errors import PrismError
 
 
@@ -62,7 +62,7 @@ def calibrate(
 def _power_model(replay: Replay, sensors: Sensors, figures: list[Figure]) -> PowerModel | None:
     if not (replay.static_w and sensors.cap_w and any(f.power_w for f in figures)):
         return None
-    return fit_power(
+    return power_model(
         figures,
         cap_w=sensors.cap_w,
         static_w=replay.static_w,
