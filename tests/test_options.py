@@ -1,5 +1,6 @@
 """Flags, environment twins, and the one line for everything that is wrong with them."""
 
+import os
 import subprocess
 import sys
 
@@ -160,3 +161,9 @@ def test_mistakes_end_with_status_2_and_nothing_run(tmp_path):
     assert done.stderr.startswith("prism: error: --prism-world-size must be between 1 and")
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == [script]
+
+
+def test_the_calibration_is_found_from_anywhere():
+    words = ["--prism-emulate", "--prism-world-size", "2", "--prism-calibration"]
+    assert parse_command([*words, "c.json", "train.py"], {}).options.calibration == os.path.abspath("c.json")
+    assert parse_command([*words, "none", "train.py"], {}).options.calibration == "none"
