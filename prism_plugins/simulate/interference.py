@@ -98,7 +98,8 @@ def apply(units: list[Unit], machine: Machine, model: Interference, total_ns: fl
         shared_link = _link_delays(unit, moving)
         crowded = max(crowded, float(shared_link.sum()))
         delays.append((unit, _delays(runs, moving, rate, hbm) + shared_link))
-    if max(worst, crowded) < WORTH_A_PASS * total_ns:
+    worst, crowded = (x if x >= WORTH_A_PASS * total_ns else 0.0 for x in (worst, crowded))
+    if not worst and not crowded:
         return Slowdown()
     for unit, streams in stretched:
         unit.restretch(msgspec.structs.replace(unit.stretch, streams=tuple(streams)))

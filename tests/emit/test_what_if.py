@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from prism_plugins.cli import main
@@ -59,6 +60,13 @@ def test_too_small_a_gpu_is_out_of_memory(run, capsys, tmp_path):
         "yes",
         "no",
     ]
+
+
+def test_a_run_of_another_version_is_priced_again_on_both(run, capsys):
+    info = run.read_info()
+    run.write_info(msgspec.structs.replace(info, prism_version="0.0.1", cluster=load_cluster("dgx-b200")))
+    text = printed(capsys, "what-if", "latest", "--cluster", "dgx-b200")
+    assert next(line for line in text.splitlines() if line.startswith("iteration")).split()[-1] == "1.000"
 
 
 def test_refusals(run, capsys):
