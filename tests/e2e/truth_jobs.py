@@ -147,10 +147,11 @@ DEEPSPEED_CASES = {
         zero={"stage": 1},
         steps=_ZERO_STEPS,
     ),
-    "moe ep4 and ep2, zero 2": _deepspeed(
+    "moe ep4 ep2 zero 2": _deepspeed(
         _SCRIPTS / "train_moe.py",
         f"{_SMALL} --layers 4 --ep 4 2 --experts 4 --residual --noise RSample",
         zero={"stage": 2, "reduce_bucket_size": 20_000},
+        config={"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}},
         steps=_ZERO_STEPS,
     ),
     "ulysses sp2": _deepspeed(
