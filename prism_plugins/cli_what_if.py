@@ -14,6 +14,7 @@ from rich.table import Table
 from prism_plugins import __version__
 from prism_plugins.cli_run import add_run_argument, check_finished, load_job, open_run
 from prism_plugins.costs.base import CostModel
+from prism_plugins.costs.calibration import Calibration
 from prism_plugins.costs.cluster import Cluster, check_world, load_cluster
 from prism_plugins.costs.model import build_cost_model, load_calibration
 from prism_plugins.costs.nccl.settings import NcclSettings, parse_settings
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = make_console(sys.stdout)
     show(comparison(then, now), console)
     for finding in now.findings:
-        if finding.kind in ("oom", "hang", "mismatch"):
+        if finding not in then.findings:
             console.print(f"{finding.severity}: {finding.message}")
     console.print(f"Assumed: {_recorded_for(then)}")
     return 0
@@ -93,7 +94,10 @@ def reprice(rundir: RunDir, then: Prediction, cluster: Cluster) -> Prediction:
     gc.disable()
     job, reports, info = load_job(rundir, with_shards=False)
     nccl = parse_settings(info.nccl_variables)
-    costs = build_cost_model(cluster, nccl=nccl, calibration=load_calibration(info.job.options.calibration))
+    calibration = load_calibration(info.job.options.calibration)
+    if isinstance(calibration, Calibration) and cluster != info.cluster:
+        calibration.collectives = []  # measured over another network
+    costs = build_cost_model(cluster, nccl=nccl, calibration=calibration)
     timeline, faults = stages.simulate(job, costs)
     gc.enable()
     return predict(

@@ -69,7 +69,8 @@ def build_measured(
         changes = {"op_us": host.op_us, "view_us": host.view_us, "comm_us": host.comm_us}
         changes = {name: us for name, us in changes.items() if us > 0}
         cluster = msgspec.structs.replace(cluster, host=msgspec.structs.replace(cluster.host, **changes))
-    modelled = ModelledCosts(cluster, nccl=nccl, collectives=calibration.collectives)
+    own = calibration.gpu in ("", cluster.gpu.name)  # links of other GPUs have other rates
+    modelled = ModelledCosts(cluster, nccl=nccl, collectives=calibration.collectives if own else ())
     if not calibration.figures:
         return MeasuredCosts(modelled, shipped_calibration(), given=False)
     return MeasuredCosts(modelled, calibration, given=True)

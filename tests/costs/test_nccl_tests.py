@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from prism_plugins.cli import main
-from prism_plugins.costs.calibration import read_calibration
+from prism_plugins.costs.calibration import Calibration, read_calibration
 from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.costs.collectives import CollectiveModel
+from prism_plugins.costs.model import build_cost_model
 from prism_plugins.costs.nccl.measured import CollectivePoint, merge_points
 from prism_plugins.costs.nccl.nccl_tests import parse_nccl_tests
 from prism_plugins.errors import PrismError
@@ -154,6 +155,18 @@ def test_the_command_reads_outputs_into_a_calibration(tmp_path, capsys) -> None:
     out.write_text(out.read_text().replace('"us":26.93', '"us":-1'))
     assert main(["calibrate", "show", str(out)]) == 2
     assert "all_reduce of 1048576 bytes in -1.0 us" in capsys.readouterr().err
+
+
+def test_a_calibration_brings_its_collectives_to_clusters_of_its_gpu_only() -> None:
+    point = CollectivePoint(kind="all_reduce", gpus=8, nbytes=1 << 20, us=1000.0)
+    calibration = Calibration(gpu="NVIDIA H100 80GB HBM3", collectives=[point])
+
+    def us(cluster: str) -> float:
+        costs = build_cost_model(load_cluster(cluster), calibration=calibration)
+        return costs.price_comm(call(1 << 20), tuple(range(8)), 0).duration_ns / 1e3
+
+    assert us("dgx-h100") == pytest.approx(1000.0)
+    assert us("dgx-h200") < 100
 
 
 @pytest.mark.e2e
