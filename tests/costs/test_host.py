@@ -43,3 +43,22 @@ def test_other_host_work_reads_and_writes_once():
         OpSignature(op="host::mul", inputs=(operand,), outputs=(operand,))
     )
     assert price.bytes == 8000
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_copies_between_host_and_device_take_pcie(direction):
+    cluster = load_cluster("dgx-h100")
+    costs = build_cost_model(cluster)
+    tensor = TensorSpec("bfloat16", (2**27,))
+
+    def seconds(host: str) -> float:
+        copy = OpSignature(
+            op="aten::copy_",
+            inputs=(tensor, tensor),
+            outputs=(tensor,),
+            attrs={"direction": direction, "host": host},
+        )
+        return costs.price_op(copy).duration_ns * 1e-9
+
+    assert seconds("pinned") == pytest.approx(2**28 / cluster.node.pcie_bytes_per_s, rel=0.01)
+    assert seconds("pageable") == pytest.approx(seconds("pinned") / 0.4, rel=0.01)

@@ -173,7 +173,7 @@ Tensor& copy_to_or_from_device(Tensor& self, const Tensor& source, bool non_bloc
                       : (pinned ? OpPlace::kFromPinned : OpPlace::kFromPageable));
   bool staged = !pinned && (to_host || self.numel() * self.itemsize() > kStagedAtOnce);
   bool waits = !non_blocking || staged;
-  if (to_host) {
+  if (to_host && !is_host_shape_only(self)) {
     bool synthesized = is_synthesized(source);
     if (waits) record_read_back("aten::copy_", source, synthesized);
     else if (synthesized) counters().synthesized_reads.count(std::string("aten::copy_ ") + c10::toString(source.scalar_type()));
