@@ -476,4 +476,11 @@ HOOKS = (
     Hook(_ENGINE, "DeepSpeedEngine.backward", _backward, "engines that cannot train"),
     Hook(_ENGINE, "DeepSpeedEngine._do_args_sanity_check", _refusing, "refusals as one line"),
     Hook(_ENGINE, "DeepSpeedEngine._do_sanity_check", _refusing, "refusals as one line"),
+    Hook(
+        _ENGINE,
+        "DeepSpeedEngine._validate_zero3_moe_compatibility",
+        _refusing,
+        "refusals as one line",
+        required=False,
+    ),
 )

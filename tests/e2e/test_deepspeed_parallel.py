@@ -79,6 +79,15 @@ def test_experts_gathered_as_tokens_come_are_found_before_they_hang(tmp_path):
 
 
 @pytest.mark.slow
+def test_deepspeeds_layers_under_zero3_are_refused_in_one_line(tmp_path):
+    result = run(
+        tmp_path, SCRIPTS / "train_moe.py", SIZES, config={"zero_optimization": {"stage": 3}}, world_size=8
+    )
+    assert result.report.status == "user_error"
+    assert "MoE is not supported with ZeRO Stage 3" in result.report.message
+
+
+@pytest.mark.slow
 def test_a_leaf_module_gathers_alike(tmp_path):
     result = run(tmp_path, EXPERT_LIST, "--leaf", config={"zero_optimization": {"stage": 3}})
     assert result.report.status == "ok", result.output
