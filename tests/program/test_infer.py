@@ -1,9 +1,11 @@
 import msgspec
+import numpy as np
 import pytest
 
 from prism_plugins.errors import CannotDeriveError
 from prism_plugins.program.compare import compare_programs
 from prism_plugins.program.infer import infer_job, program_of
+from prism_plugins.program.model import EVENT_DTYPE, EventKind
 from prism_plugins.program.shards import is_readable
 from prism_plugins.program.store import load_program, save_program
 from prism_plugins.world.classes import plan_representatives
@@ -104,3 +106,17 @@ def test_a_job_of_one_rank():
     inferred = infer(job)
     assert len(inferred.classes) == 1
     assert program_of(inferred, 0) is job.programs[0]
+
+
+@pytest.mark.parametrize("printing", [(0,), (11,), (0, 11)])
+def test_a_rank_that_reads_back_between_iterations_stands_for_itself(printing):
+    job = SmallJob(pp=4, dp=3, num_microbatches=8)
+    for rank in printing:
+        wait = np.zeros(1, dtype=EVENT_DTYPE)
+        wait["kind"] = EventKind.STREAM_SYNC
+        program = job.programs[rank]
+        program.events = np.concatenate([program.events, wait])
+    inferred, extra = slicing_more(job)
+    assert sorted(extra) == sorted({0: 1, 11: 9}[rank] for rank in printing)
+    for rank, real in job.programs.items():
+        assert compare_programs(program_of(inferred, rank), real) is None, rank
