@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from prism_plugins.device import library
-from prism_plugins.device.memory import HostCounts, host_counts, memory_counts
+from prism_plugins.device.memory import HostCounts, begin_peaks, host_counts, memory_counts, peak_bytes
 from prism_plugins.errors import PrismError
 from prism_plugins.program.model import (
     EVENT_DTYPE,
@@ -223,17 +223,18 @@ class Recorder:
 
     def stats(self) -> DeviceStats:
         """State of the current device."""
-        memory = memory_counts(library.call("get_device"))
+        device = library.call("get_device")
+        memory = memory_counts(device)
         buffer = (ctypes.c_int64 * 8)()
         library.call("counters", buffer)
         ops, computed, hits, misses, _, delayed, _, median_ns = buffer
         return DeviceStats(
             allocated_bytes=memory["allocated_bytes"]["all"]["current"],
-            peak_allocated_bytes=memory["allocated_bytes"]["all"]["peak"],
+            peak_allocated_bytes=peak_bytes(device, "allocated_bytes"),
             reserved_bytes=memory["reserved_bytes"]["all"]["current"],
-            peak_reserved_bytes=memory["reserved_bytes"]["all"]["peak"],
+            peak_reserved_bytes=peak_bytes(device, "reserved_bytes"),
             requested_bytes=memory["requested_bytes"]["all"]["current"],
-            peak_requested_bytes=memory["requested_bytes"]["all"]["peak"],
+            peak_requested_bytes=peak_bytes(device, "requested_bytes"),
             num_ooms=memory["num_ooms"],
             num_ops=ops,
             num_computed=computed,
@@ -249,7 +250,7 @@ class Recorder:
 
     def reset_peaks(self) -> None:
         """Set peak counters to the current values."""
-        library.call("reset_peak_stats", library.call("get_device"))
+        begin_peaks(library.call("get_device"))
         library.call("reset_host_peaks")
 
     def _decode_signatures(self) -> list[OpSignature]:

@@ -13,7 +13,7 @@ import torch
 
 from prism_plugins.device import library
 from prism_plugins.device.library import call
-from prism_plugins.device.memory import memory_counts
+from prism_plugins.device.memory import memory_counts, reset_peaks
 from prism_plugins.device.streams import CUDA_DEVICE_TYPE, CudaEventBase, CudaStreamBase
 from prism_plugins.program.slices import GpuFacts, SliceSpec
 
@@ -110,7 +110,7 @@ def bindings(spec: SliceSpec) -> dict[str, Any]:
         "_cuda_clearCublasWorkspaces": lambda: call("free_workspaces"),
         "_cuda_emptyCache": lambda: call("empty_cache"),
         "_cuda_memoryStats": memory_counts,
-        "_cuda_resetPeakMemoryStats": lambda device: call("reset_peak_stats", device),
+        "_cuda_resetPeakMemoryStats": reset_peaks,
         "_cuda_resetAccumulatedMemoryStats": lambda device: call("reset_accumulated_stats", device),
         "_cuda_setMemoryFraction": lambda fraction, device: None,
         "_cuda_getMemoryFraction": lambda device: 1.0,

@@ -35,6 +35,29 @@ def memory_counts(device: int) -> dict:
     return stats
 
 
+_BYTES = ("allocated_bytes", "reserved_bytes", "requested_bytes")
+_peaks: dict[tuple[int, str], int] = {}
+"""Peaks that the script has reset since :func:`begin_peaks`, by device and statistic."""
+
+
+def begin_peaks(device: int) -> None:
+    """Peaks of the device count from now on."""
+    _peaks.clear()
+    library.call("reset_peak_stats", device)
+
+
+def reset_peaks(device: int) -> None:
+    """``torch.cuda.reset_peak_memory_stats``: for the script; :func:`peak_bytes` remembers."""
+    for name in _BYTES:
+        _peaks[device, name] = peak_bytes(device, name)
+    library.call("reset_peak_stats", device)
+
+
+def peak_bytes(device: int, name: str) -> int:
+    """Peak of ``allocated_bytes``, ``reserved_bytes`` or ``requested_bytes`` since :func:`begin_peaks`."""
+    return max(memory_counts(device)[name]["all"]["peak"], _peaks.get((device, name), 0))
+
+
 class HostCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory of large tensors of one process, bytes."""
 

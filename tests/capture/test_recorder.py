@@ -264,3 +264,15 @@ def test_recording_costs_are_measured():
     assert 0 < stats.record_ns_per_op < 20_000
     assert stats.num_ops >= 1000
     assert stats.num_cache_hits > stats.num_cache_misses
+
+
+def test_peaks_survive_a_script_that_resets_them():
+    recorder = get_recorder()
+    recorder.reset_peaks()
+    before = recorder.stats().allocated_bytes
+    big()
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == before
+    assert recorder.stats().peak_allocated_bytes >= before + 4 * 2**20
+    recorder.reset_peaks()
+    assert recorder.stats().peak_allocated_bytes == before

@@ -76,7 +76,9 @@ def test_read_backs_of_synthesized_values_are_counted_by_op():
     assert reads() == before
     big().sum().item()
     assert reads() == before + 1
-    big().cpu()
+    on_host = big().cpu()  # large: shape only there too
+    assert reads() == before + 1
+    on_host[0, 0].item()
     assert reads() == before + 2
     (big() > 0).nonzero()
     assert reads() == before + 3
