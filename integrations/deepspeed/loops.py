@@ -299,6 +299,29 @@ def _padding_of(tensor: Any, size: int, world_size: int) -> list[Any]:
     return blocks
 
 
+# --- utils: lists that ranks compare ---
+
+
+def _get_lst_from_rank0(session: Session, original: Any, module: ModuleType) -> Any:
+    """Rank 0's list comes from its journal, unless it is too long to have values on the virtual device."""
+    if not _on_virtual_device(session):
+        return original
+
+    @functools.wraps(original)
+    def get_lst_from_rank0(lst: list[int]) -> list[int]:
+        from prism_plugins.collectives.journal import MAX_INTEGER_BYTES
+
+        of_rank_0 = original(lst)
+        if 8 * len(lst) <= MAX_INTEGER_BYTES:
+            return of_rank_0
+        session.context.assume(
+            f"rank 0 holds the same lists of more than {MAX_INTEGER_BYTES // 8} integers (ZeRO-3's consistency checks)"
+        )
+        return list(lst)
+
+    return get_lst_from_rank0
+
+
 # --- what the equivalents record ---
 
 
@@ -335,6 +358,12 @@ def _is_shape_only(tensor: Any) -> bool:
 
 
 HOOKS = (
+    Hook(
+        "deepspeed.runtime.zero.utils",
+        "get_lst_from_rank0",
+        _get_lst_from_rank0,
+        "consistency checks of long lists",
+    ),
     Hook(
         "deepspeed.runtime.zero.partition_parameters",
         "Init._convert_to_deepspeed_param",

@@ -36,7 +36,7 @@ from tests.e2e.truth_jobs import (
     run_for_real,
 )
 
-ALWAYS = ("pp4 dp2", "zero 2", "ds pp2 dp2 zero 1")
+ALWAYS = ("pp4 dp2", "zero 3", "ds pp2 dp2 zero 1")
 JOBS = CASES | DEEPSPEED_CASES
 
 
@@ -61,7 +61,7 @@ def test_programs_of_all_ranks_are_what_they_really_do(tmp_path: Path, name: str
     emulated = emulate(case, tmp_path)
     results = compare_with(case, emulated, witnessed)
     assert_all_equal(results, case)
-    assert sum(r.source == "sliced" for r in results) < case.world_size
+    assert case.may_slice_all or sum(r.source == "sliced" for r in results) < case.world_size
     assert_prism_ops_says_so(emulated, witnessed, rank=results[-2].rank)
 
 

@@ -39,6 +39,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that both the logger and the programs tell; only calls are compared where it is empty."""
 
     @property
+    def may_slice_all(self) -> bool:
+        """Each of the few data-parallel ranks is of a kind of its own: it owns other parameter fragments."""
+        return self.config is not None and self.config["zero_optimization"]["stage"] in (1, 2)
+
+    @property
     def command(self) -> list[str]:
         """The script and its arguments, without a configuration."""
         sizes = _SIZES.split() if self.script is CORE_SCRIPT else []
