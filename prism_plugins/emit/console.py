@@ -156,6 +156,8 @@ def _speed(p: Prediction) -> Text:
     parts = [milliseconds(p.iteration_time_ms)]
     if p.tokens_per_s_per_gpu is not None:
         parts.append(f"{p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU")
+    elif p.samples_per_s is not None:
+        parts.append(f"{p.samples_per_s:,.1f} samples/s")
     if p.tflops_per_gpu is not None:
         parts.append(f"{p.tflops_per_gpu:,.1f} TFLOP/s/GPU")
     return Text("   ".join(parts), style="bold")

@@ -37,6 +37,12 @@ def test_headline_figures_have_units(prediction):
     assert "3 values the script read back were synthesized" in text.replace("\n", " ")
 
 
+def test_samples_where_the_script_counts_no_tokens(prediction):
+    speed = line_of(shown(prediction, tokens_per_s_per_gpu=None, samples_per_s=2428.457), "Iteration")
+    assert "2,428.5 samples/s" in speed
+    assert "samples/s" not in line_of(shown(prediction, samples_per_s=2428.457), "Iteration")
+
+
 def test_small_sizes_keep_their_digits():
     sizes = (0, 4608, 2**20, 64 * 2**20, 2**28, 23 * 2**30)
     assert [gib(n) for n in sizes] == ["0.00 GiB", "0.0 MiB", "1.0 MiB", "64.0 MiB", "0.25 GiB", "23.0 GiB"]
