@@ -198,7 +198,7 @@ class Tuner:
                     algorithm=algorithm,
                     protocol="Simple",
                     estimate_us=latency + nbytes / 1e3 / estimated,
-                    microseconds=latency + ramped(nbytes / 1e3 / real),
+                    microseconds=latency + ramped(nbytes / 1e3 / real, RAMP_US),
                     latency_us=latency,
                     channels=self._nvls_channels(),
                 )
@@ -219,7 +219,7 @@ class Tuner:
                 algorithm="NVLS",
                 protocol="Simple",
                 estimate_us=latency + nbytes / 1e3 / estimated,
-                microseconds=latency + ramped(nbytes / 1e3 / self._nvls_rate()),
+                microseconds=latency + ramped(nbytes / 1e3 / self._nvls_rate(), RAMP_US),
                 latency_us=latency,
                 channels=self._nvls_channels(),
             )
@@ -235,7 +235,7 @@ class Tuner:
             algorithm="PAT",
             protocol="Simple",
             estimate_us=latency + moved / bus,
-            microseconds=latency + ramped(moved * (n - 1) / n / min(links.gpu, links.nic)),
+            microseconds=latency + ramped(moved * (n - 1) / n / min(links.gpu, links.nic), RAMP_US),
             latency_us=latency,
             channels=self._channels(place),
         )
@@ -264,7 +264,7 @@ class Tuner:
         return self.settings.clamp_channels(channels)
 
 
-def ramped(microseconds: float, ramp_us: float = RAMP_US) -> float:
+def ramped(microseconds: float, ramp_us: float) -> float:
     """Time on the wire with the slow saturation added."""
     return microseconds + math.sqrt(ramp_us * microseconds)
 
