@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--model", choices=sorted(MODELS), default="llama")
     parser.add_argument("--offload", action="store_true", help="optimizer and parameters to the CPU")
-    parser.add_argument("--to-gpu", action="store_true", help="move the model to the GPU before initialize")
+    parser.add_argument("--small-buckets", action="store_true", help='as "auto" of the Trainer sets them')
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--checkpointing", action="store_true")
@@ -36,6 +36,13 @@ def main() -> None:
     if args.offload:
         on_cpu = {"device": "cpu", "pin_memory": True}
         zero |= {"offload_optimizer": on_cpu, "offload_param": on_cpu}
+    if args.small_buckets:
+        hidden = 4096
+        zero |= {
+            "reduce_bucket_size": hidden * hidden,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+            "stage3_param_persistence_threshold": 10 * hidden,
+        }
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
         "fp16": {"enabled": True},
@@ -50,8 +57,6 @@ def main() -> None:
         estimate_zero3_model_states_mem_needs_all_live(
             model, num_gpus_per_node=torch.distributed.get_world_size(), num_nodes=1
         )
-    if args.to_gpu:
-        model.half().cuda()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     show("initialize")
     tokens = torch.randint(0, 30000, (args.batch, args.seq), device=engine.device)
