@@ -1,4 +1,4 @@
-"""ZeRO-3's loops over the ranks of a group, replaced by equivalents that cost the same at any world size.
+"""ZeRO's loops over the ranks of a group, replaced by equivalents that cost the same at any world size.
 
 DeepSpeed cuts every flat buffer into one view per rank, in Python, parameter by parameter. Views are no device work:
 what remains of such a loop are the allocations, the concatenation of the pieces and the collective. These are issued
@@ -299,6 +299,58 @@ def _padding_of(tensor: Any, size: int, world_size: int) -> list[Any]:
     return blocks
 
 
+# --- stage_1_and_2: tables of partitions ---
+
+
+def _partition_tables(session: Session, original: Any, module: ModuleType) -> Any:
+    """DeepSpeed asks for every partition which of all parameters lie in it; partitions are consecutive."""
+    if not _on_virtual_device(session):
+        return original
+
+    @functools.wraps(original)
+    def initialize(self: Any) -> None:
+        for i, params in enumerate(self.round_robin_bit16_groups):
+            count = module.dist.get_world_size(group=self.real_dp_process_group[i])
+            make_partition_tables(self, i, params, count)
+
+    return initialize
+
+
+def make_partition_tables(optimizer: Any, i: int, params: list[Any], count: int) -> None:
+    """The tables of ``initialize_gradient_partitioning_data_structures`` for parameter group ``i``, cut into ``count``
+    partitions."""
+    size = optimizer.partition_size[i]
+    partitions = range(count)
+    of_param: dict[Any, list[int]] = {}
+    totals = dict.fromkeys(partitions, 0)
+    computed, insertion, starts = ({p: {} for p in partitions} for _ in range(3))
+    first: dict[int, int | None] = dict.fromkeys(partitions)
+    offset = 0
+    for index, (param, padding) in enumerate(
+        zip(params, optimizer.round_robin_bit16_padding[i], strict=True)
+    ):
+        numel, key = param.numel(), optimizer.get_param_id(param)
+        end = offset + max(numel, 1)  # an empty parameter begins somewhere too
+        for partition in range(offset // size, min(-(-end // size), count)):
+            begin = max(partition * size - offset, 0)
+            of_param.setdefault(key, []).append(partition)
+            totals[partition] += 1
+            computed[partition][key] = False
+            insertion[partition][key] = offset + begin - partition * size
+            starts[partition][key] = begin
+            if first[partition] is None:
+                first[partition] = index
+        offset += numel + padding
+    optimizer.param_to_partition_ids[i] = of_param
+    optimizer.is_partition_reduced[i] = dict.fromkeys(partitions, False)
+    optimizer.total_grads_in_partition[i] = totals
+    optimizer.remaining_grads_in_partition[i] = {}
+    optimizer.is_grad_computed[i] = computed
+    optimizer.grad_partition_insertion_offset[i] = insertion
+    optimizer.grad_start_offset[i] = starts
+    optimizer.first_param_index_in_partition[i] = first
+
+
 # --- utils: lists that ranks compare ---
 
 
@@ -375,5 +427,11 @@ HOOKS = (
         "reduce_scatter_coalesced",
         _reduce_scatter_coalesced,
         "reducing gradients without a loop over ranks",
+    ),
+    Hook(
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "DeepSpeedZeroOptimizer.initialize_gradient_partitioning_data_structures",
+        _partition_tables,
+        "tables of partitions without asking every partition about every parameter",
     ),
 )

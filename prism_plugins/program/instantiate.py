@@ -67,7 +67,7 @@ class Instantiator:
             groups=groups,
             phases=source.phases,
             initial=source.initial,
-            source="inferred" if source.source == "sliced" else source.source,
+            source="inferred" if source.source == "sliced" and source.rank != rank else source.source,
         )
 
     def fits(self, variant: Program) -> bool:

@@ -1,6 +1,7 @@
-"""Runs as a slice: DeepSpeed's loops over ranks and their equivalents, each recorded. Usage: loops_script.py RESULT.
+"""Runs as a slice: DeepSpeed's loops over ranks and their equivalents, each recorded. Usage: loops_script.py result.json.
 
-Writes a JSON object: case → [events of the loop, events of the equivalent].
+Writes a JSON object: case → [events of the loop, events of the equivalent]; and tables.json beside it, pairs of what
+DeepSpeed's tables of partitions hold.
 """
 
 import json
@@ -9,6 +10,7 @@ import sys
 import deepspeed
 import torch
 from deepspeed.runtime.comm import coalesced_collectives
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from prism_plugins.capture.recorder import get_recorder
 from prism_plugins.program.model import DTYPE_BYTES, EventKind
@@ -81,5 +83,51 @@ for name, group in GROUPS.items():
         lambda gather=gather: gathered(gather.args[-1]), lambda gather=gather: gathered(gather)
     )
 
+TABLES = (
+    "param_to_partition_ids",
+    "is_partition_reduced",
+    "total_grads_in_partition",
+    "remaining_grads_in_partition",
+    "is_grad_computed",
+    "grad_partition_insertion_offset",
+    "grad_start_offset",
+    "first_param_index_in_partition",
+)
+
+
+class Tables:
+    """What DeepSpeed's method reads and fills."""
+
+    initialize_gradient_partition = DeepSpeedZeroOptimizer.initialize_gradient_partition
+    get_first_param_index = DeepSpeedZeroOptimizer.get_first_param_index
+
+    def __init__(self, sizes, padding, partition_size):
+        self.params = [torch.empty(size) for size in sizes]
+        self.round_robin_bit16_groups = [self.params]
+        self.round_robin_bit16_padding = [padding]
+        self.real_dp_process_group = [torch.distributed.group.WORLD]
+        self.partition_size = [partition_size]
+        for table in TABLES:
+            setattr(self, table, {})
+
+    def get_param_id(self, param):
+        return next(i for i, one in enumerate(self.params) if one is param)
+
+    def filled(self, method):
+        method(self)
+        return [repr(getattr(self, table)) for table in TABLES]
+
+
+make = DeepSpeedZeroOptimizer.initialize_gradient_partitioning_data_structures
+cases = (
+    ([5, 1, 700, 3, 40], [0] * 5, 4),
+    ([1900], [0], 10),
+    ([3] * 50 + [90], [1] * 51, 2),
+    ([4, 4], [0, 0], 4),
+)
+tables = [[Tables(*case).filled(make.__wrapped__), Tables(*case).filled(make)] for case in cases]
+
+with open(sys.argv[1].replace("result", "tables"), "w") as file:
+    json.dump(tables, file)
 with open(sys.argv[1], "w") as file:
     json.dump(results, file)

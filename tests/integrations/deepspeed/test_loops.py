@@ -26,12 +26,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
     script = Path(__file__).with_name("loops_script.py")
     slice_result = run_slice(folder, script, str(folder / "result.json"), rank=100, world_size=192)
     assert slice_result.report.status == "never_trained", slice_result.output
-    return json.loads((folder / "result.json").read_text())
+    results = json.loads((folder / "result.json").read_text())
+    return {"tables": json.loads((folder / "tables.json").read_text()), "events": results}
 
 
 def test_kernels_calls_and_memory_are_equal(results: dict) -> None:
-    assert len(results) == 8
-    for case, (loop, equivalent) in results.items():
+    assert len(results["events"]) == 8
+    for case, (loop, equivalent) in results["events"].items():
         assert loop["rows"], case
         assert equivalent["rows"] == loop["rows"], case
         assert equivalent["shapes"] == loop["shapes"], case
@@ -39,6 +40,13 @@ def test_kernels_calls_and_memory_are_equal(results: dict) -> None:
 
 
 def test_the_hosts_time_grows_with_the_group(results: dict) -> None:
-    assert all(loop["host_ns"] == 0 for loop, _ in results.values())
-    small, world = (results[f"all_gather {name}"][1]["host_ns"] for name in ("small", "world"))
+    events = results["events"]
+    assert all(loop["host_ns"] == 0 for loop, _ in events.values())
+    small, world = (events[f"all_gather {name}"][1]["host_ns"] for name in ("small", "world"))
     assert 0 < small < world
+
+
+def test_tables_of_partitions_are_equal(results: dict) -> None:
+    assert len(results["tables"]) == 4
+    for loop, equivalent in results["tables"]:
+        assert equivalent == loop
