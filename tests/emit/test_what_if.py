@@ -69,6 +69,12 @@ def test_a_run_of_another_version_is_priced_again_on_both(run, capsys):
     assert next(line for line in text.splitlines() if line.startswith("iteration")).split()[-1] == "1.000"
 
 
+def test_nccl_variables_of_the_launch_are_kept_with_the_run(run, capsys):
+    run.write_info(msgspec.structs.replace(run.read_info(), nccl_variables={"NCCL_ALGO": "Ring"}))
+    text = printed(capsys, "what-if", "latest", "--cluster", "dgx-b200", "--json")
+    assert "NCCL and CUDA variables of the launch: NCCL_ALGO=Ring" in json.loads(text)["assumptions"]
+
+
 def test_refusals(run, capsys):
     assert "no such preset" in refused(capsys, "what-if", "latest", "--cluster", "dgx-z9")
     assert "without NICs" in refused(capsys, "what-if", "latest", "--cluster", "h200x1")
