@@ -48,7 +48,7 @@ def test_other_host_work_reads_and_writes_once():
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_copies_between_host_and_device_take_pcie(direction):
     cluster = load_cluster("dgx-h100")
-    costs = build_cost_model(cluster)
+    costs = build_cost_model(cluster, calibration="none")
     tensor = TensorSpec("bfloat16", (2**27,))
 
     def seconds(host: str) -> float:
