@@ -92,9 +92,17 @@ def test_a_gate_that_counts_otherwise_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "chosen", "found"), [((2, 4), True, True), ((2, 4), False, False), ((4,), True, False)]
+    ("sizes", "world_size", "chosen", "found"),
+    [
+        ((2, 4), 8, True, True),
+        ((2, 4), 8, False, False),
+        ((2, 4), 4, True, False),  # nobody shares experts of groups as large as the world
+        ((4,), 8, True, False),
+    ],
 )
-def test_groups_of_several_sizes_have_an_order_only_with_a_hash_seed(monkeypatch, sizes, chosen, found):
+def test_groups_of_several_sizes_have_an_order_only_with_a_hash_seed(
+    monkeypatch, sizes, world_size, chosen, found
+):
     monkeypatch.delenv(HASH_SEED_CHOSEN, raising=False)
     if chosen:
         monkeypatch.setenv(HASH_SEED_CHOSEN, "1")
@@ -102,7 +110,8 @@ def test_groups_of_several_sizes_have_an_order_only_with_a_hash_seed(monkeypatch
     params = [param for layer in layers for param in layer.parameters()]
     hook = next(h for h in moe.HOOKS if h.module == "deepspeed.moe.utils")
     findings = []
-    session = SimpleNamespace(context=SimpleNamespace(finding=findings.append))
+    spec = SimpleNamespace(world_size=world_size)
+    session = SimpleNamespace(context=SimpleNamespace(finding=findings.append, spec=spec))
     split = hook.wrap(session, getattr(moe_utils, hook.attribute), moe_utils)
     assert len(split({"params": params, "name": "all"})) == 1 + len(sizes)
     assert [f.severity for f in findings] == ["error"] * found
