@@ -1,4 +1,4 @@
-"""What DeepSpeed moves off the GPU: CPU memory is emulated, NVMe is not."""
+"""What DeepSpeed moves off the GPU: CPU memory is emulated; NVMe and optimizers in processes of their own are not."""
 
 from __future__ import annotations
 
@@ -22,9 +22,25 @@ def _get_zero_config(session: Session, original: Any, module: ModuleType) -> Any
                     f'zero_optimization.{name}: offload to "device": "nvme" is not emulated; '
                     'set it to "cpu" to emulate the job with host memory'
                 )
+        if getattr(config, "zenflow", None) is not None:
+            raise PrismError(
+                "zero_optimization.zenflow: ZenFlow's optimizer process is not emulated; leave it out"
+            )
+        if getattr(config.offload_optimizer, "super_offload", False):
+            raise PrismError(
+                "zero_optimization.offload_optimizer.super_offload: SuperOffload's optimizer process is not emulated; "
+                "leave it out"
+            )
         return config
 
     return get_zero_config
 
 
-HOOKS = (Hook("deepspeed.runtime.zero.config", "get_zero_config", _get_zero_config, "refuse NVMe offload"),)
+HOOKS = (
+    Hook(
+        "deepspeed.runtime.zero.config",
+        "get_zero_config",
+        _get_zero_config,
+        "refuse offload to NVMe and to other processes",
+    ),
+)
