@@ -69,6 +69,10 @@ def build_measured(
         changes = {"op_us": host.op_us, "view_us": host.view_us, "comm_us": host.comm_us}
         changes = {name: us for name, us in changes.items() if us > 0}
         cluster = msgspec.structs.replace(cluster, host=msgspec.structs.replace(cluster.host, **changes))
+        if host.h2d_bytes_per_s and host.d2h_bytes_per_s:
+            both_ways = (host.h2d_bytes_per_s + host.d2h_bytes_per_s) / 2
+            node = msgspec.structs.replace(cluster.node, pcie_bytes_per_s=both_ways)
+            cluster = msgspec.structs.replace(cluster, node=node)
     own = calibration.gpu in ("", cluster.gpu.name)  # links of other GPUs have other rates
     modelled = ModelledCosts(cluster, nccl=nccl, collectives=calibration.collectives if own else ())
     if not calibration.figures:
@@ -235,7 +239,7 @@ class MeasuredCosts:
         source = f"ops are priced by {'the given' if self._given else 'the shipped'} calibration of {c.gpu} ({c.date[:10]})"
         if not self._same_gpu:
             source += f", scaled to {self.cluster.gpu.name} by data-sheet ratios"
-        rest = [line for line in self._modelled.assumptions() if not line.startswith("compute is priced")]
+        rest = self._modelled.assumptions()[1:]  # all but the line on compute
         return (source + (f"; of the compute time {parts}" if parts else ""), *rest)
 
 

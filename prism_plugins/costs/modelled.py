@@ -71,5 +71,5 @@ class ModelledCosts(SteadyClock):
             *self._collectives.assumptions(),
             f"the host takes {c.host.op_us:g} us per launched op, {c.host.view_us:g} us per view, "
             f"{c.host.comm_us:g} us per collective",
-            "float32 GEMMs run without TF32; GPUs are equal and keep one clock",
+            "float32 GEMMs run without TF32; GPUs are equal",
         )

@@ -129,3 +129,22 @@ def test_the_models_say_what_is_shared() -> None:
     price = costs.price_comm(collective(0, 1 << 26), tuple(range(8)), 0)
     assert price.channels == 16  # NVLS
     assert costs.price_comm(collective(0, 1 << 26), (0, 1), 0).channels == 24
+
+
+def test_kernels_of_two_streams_share_the_gpu() -> None:
+    b = Builder(0)
+    b.kernel(100_000, host=1)
+    b.kernel(40_000, host=1, stream=1)
+    b.kernel(10_000, host=1)
+    job = one_class_per_rank({0: b.program()})
+    assert Simulation(job, TableCosts()).timeline.iteration_time_ns == pytest.approx(110_000, rel=0.001)
+    assert Simulation(job, SharingCosts()).timeline.iteration_time_ns == pytest.approx(150_000, rel=0.001)
+
+
+def test_kernels_that_follow_each_other_on_two_streams_lose_nothing() -> None:
+    b = Builder(0)
+    b.kernel(100_000, host=1)
+    b.wait_event(b.record(), stream=1)
+    b.kernel(40_000, host=1, stream=1)
+    job = one_class_per_rank({0: b.program()})
+    assert Simulation(job, SharingCosts()).timeline.iteration_time_ns == pytest.approx(140_000, rel=0.001)
