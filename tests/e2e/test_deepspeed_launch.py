@@ -31,21 +31,23 @@ def configure(place, **changes):
 
 
 def test_the_deepspeed_launcher_end_to_end(place):
-    """ZeRO-2 with the flag on DeepSpeed's own launcher; the log at target scale; a misspelt key is found."""
+    """ZeRO-2 with the flag on DeepSpeed's own launcher; the log at target scale; a misspelt key is found.
+
+    Two ranks keep it cheap: larger worlds have more kinds of ZeRO-2 ranks, each sliced."""
     configure(place, gradient_acumulation_steps=4, log_level="info")
     done = place.run(
         SCRIPTS / "train_llama.py",
         *LLAMA.split(),
         *("--deepspeed_config", "ds.json"),
         launcher=[str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"],
-        flags=W64,
+        flags=("--prism-emulate", "--prism-world-size", "2"),
     )
     prediction = place.prediction()
-    assert (prediction["framework"], prediction["layout"]["dp"]) == ("deepspeed", 64)
+    assert (prediction["framework"], prediction["layout"]["dp"]) == ("deepspeed", 2)
     assert "--local_rank=0" in done.stdout, (
         "the launcher passes it, and DeepSpeed compares it with LOCAL_RANK"
     )
-    assert set(place.slices()) >= {0, 63}
+    assert place.slices() == [0, 1]
     found = {(f["kind"], f["severity"]): f["message"] for f in prediction["findings"]}
     assert "did you mean 'gradient_accumulation_steps'?" in found["config", "warning"]
     assert "fit into one bucket" in found["overlap", "warning"]
@@ -54,7 +56,7 @@ def test_the_deepspeed_launcher_end_to_end(place):
     timers = prediction["timers_ms"]
     assert f"fwd_microstep: {timers['fwd_microstep'][0]:.2f} | " in log
     assert f"| step: {timers['step'][0]:.2f}" in log
-    rate = 64 / prediction["iteration_time_ms"] * 1e3
+    rate = 2 / prediction["iteration_time_ms"] * 1e3
     assert f"CurrSamplesPerSec={rate:.3f}" in log
     spent = sum(timers["fwd"]) + sum(timers["bwd"]) + sum(timers["step"])
     assert 0.5 * prediction["iteration_time_ms"] < spent <= prediction["iteration_time_ms"]
