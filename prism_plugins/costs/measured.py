@@ -92,8 +92,11 @@ class MeasuredCosts:
         self._same_gpu = calibration.gpu == self.cluster.gpu.name
         reference = reference_cluster(calibration.gpu, self.cluster)
         self._known_gpu = reference is not None
+        # GPUs of one architecture are held at their power cap alike; of others nothing is known.
+        self._settles = self._same_gpu or (
+            reference is not None and reference.gpu.capability == self.cluster.gpu.capability
+        )
         self._reference = Roofline(reference or self.cluster)
-        self._target = Roofline(self.cluster)
         kind = "measured" if self._same_gpu else "scaled"
         self.name = (
             f"{kind} on {calibration.gpu} ({calibration.date[:10]}) + NCCL model on {self.cluster.name}"
@@ -201,7 +204,7 @@ class MeasuredCosts:
             )
             self._shares[kind] = self._shares.get(kind, 0.0) + total * len(cls.ranks)
         power = self.calibration.power
-        if power is None or not self._same_gpu or not len(used):
+        if power is None or not self._settles or not len(used):
             return 1.0
         timed = us > 0
         return solve_scale(
