@@ -13,6 +13,7 @@ from prism_plugins.costs.cluster import Cluster, check_world, load_cluster
 from prism_plugins.costs.model import build_cost_model, load_calibration
 from prism_plugins.costs.nccl.settings import parse_settings
 from prism_plugins.emit import JobView, emit_all
+from prism_plugins.host_speed import with_host_of_slices
 from prism_plugins.local_rank import check_local_rank
 from prism_plugins.options import Job
 from prism_plugins.physical import (
@@ -74,7 +75,14 @@ def conduct(job: Job) -> int:
                 runner.run()
 
             programs = stages.infer(facts, lambda: runner.sliced, rundir, slice_more=slice_more)
-        record(facts=facts, slices=tuple(sorted(runner.sliced)), audited=tuple(sorted(runner.audited)))
+        if options.device == "virtual":
+            cluster = with_host_of_slices(cluster, programs, runner.sliced)
+        record(
+            cluster=cluster,
+            facts=facts,
+            slices=tuple(sorted(runner.sliced)),
+            audited=tuple(sorted(runner.audited)),
+        )
         audit, differences = stages.audit(programs, runner.audited, rundir)
 
         progress.stage(f"simulating {options.world_size} ranks")

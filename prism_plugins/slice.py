@@ -182,6 +182,7 @@ class Slice:
         if context is not None:
             report.facts = context.facts
             report.seconds_per_iteration = tuple(context.seconds)
+            report.cpu_seconds_per_iteration = tuple(context.cpu_seconds)
             report.iteration_hashes = tuple(context.hashes)
             report.assumptions = tuple(context.assumptions)
             report.findings = tuple(context.findings)

@@ -67,8 +67,10 @@ class Context:
         self.iteration_stats: Any = None
         self.hashes: list[str] = []
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.steady = False
         self._began: float | None = None
+        self._began_cpu = 0.0
         self._ends_by_next = False
         self._last_digest: dict[bool, str] = {}
         self._continues = False
@@ -162,6 +164,7 @@ class Context:
         self.recorder.reset_peaks()
         self.recorder.start()
         self._began = time.monotonic()
+        self._began_cpu = time.process_time()
 
     def end_iteration(self) -> None:
         """A training iteration ended."""
@@ -172,6 +175,7 @@ class Context:
             return
         self.end_phase()
         self.seconds.append(time.monotonic() - self._began)
+        self.cpu_seconds.append(time.process_time() - self._began_cpu)
         self._began = None
         self.iteration = self.recorder.stop()
         self.iteration_timers = list(self._timers)

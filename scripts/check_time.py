@@ -5,8 +5,9 @@
     python scripts/check_time.py RUNS [--cluster dgx-h200] [--cluster my.toml] [--calibration FILE|none]
 
 RUNS holds one run directory per job, named like the job. One line per job: measured median, and for each cluster the
-prediction, its error and where the time goes. Nothing is fitted per job. A host slower or faster than the preset's
-shows in every job: give a cluster file with ``[host] op_us`` (the hosts of these measurements needed about 80).
+prediction, its error and where the time goes. Nothing is fitted per job. Host times are the slices' CPU times; a host
+slower or faster than the machine that emulates shows in jobs of small kernels: give a cluster file with
+``[host] slice_factor`` or ``op_us``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from prism_plugins.costs.calibration import Calibration
 from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.costs.model import build_cost_model, load_calibration
 from prism_plugins.errors import PrismError
+from prism_plugins.host_speed import with_host_of_slices
 from prism_plugins.program.infer import infer_job
 from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.slices import SliceReport
 from prism_plugins.program.store import load_program
 from prism_plugins.rundir import RunDir
 from prism_plugins.simulate.engine import Simulation
@@ -42,13 +45,13 @@ def main() -> None:
         if not (args.runs / name).is_dir():
             continue
         try:
-            job = load_job(args.runs / name)
+            job, reports = load_job(args.runs / name)
         except PrismError as error:
             print(f"{name:20} {error}")
             continue
         print(
             f"{name:20} measured {measured_ms:8.1f} ms",
-            *(predict(job, c, measured_ms, calibration) for c in args.cluster or ["dgx-h200"]),
+            *(predict(job, reports, c, measured_ms, calibration) for c in args.cluster or ["dgx-h200"]),
         )
 
 
@@ -58,21 +61,27 @@ def measured() -> dict[str, float]:
     return {job["name"]: job["median_ms"] for path in files for job in json.loads(path.read_text())["jobs"]}
 
 
-def load_job(path: Path) -> JobPrograms:
-    """The programs of a run's ranks. Raises PrismError when the run has not finished."""
+def load_job(path: Path) -> tuple[JobPrograms, dict[int, SliceReport]]:
+    """The programs of a run's ranks and the reports of its slices. Raises PrismError when the run has not finished."""
     rundir = RunDir(path)
     info = rundir.read_info()
     if info.facts is None:
         raise PrismError("not finished")
     programs = {rank: load_program(rundir.slice(rank).program) for rank in info.slices}
-    return infer_job(info.facts, {rank: rundir.read_report(rank) for rank in info.slices}, programs)
+    reports = {rank: rundir.read_report(rank) for rank in info.slices}
+    return infer_job(info.facts, reports, programs), reports
 
 
 def predict(
-    job: JobPrograms, cluster: str, measured_ms: float, calibration: Calibration | Literal["none"] | None
+    job: JobPrograms,
+    reports: dict[int, SliceReport],
+    cluster: str,
+    measured_ms: float,
+    calibration: Calibration | Literal["none"] | None,
 ) -> str:
     """``cluster: prediction (error) parts``."""
-    timeline = Simulation(job, build_cost_model(load_cluster(cluster), calibration=calibration)).timeline
+    described = with_host_of_slices(load_cluster(cluster), job, reports)
+    timeline = Simulation(job, build_cost_model(described, calibration=calibration)).timeline
     ms = timeline.iteration_time_ns / 1e6
     b = timeline.breakdown[timeline.slowest_class]
     parts = f"compute {b.compute:.0f} exposed {b.exposed_communication:.0f} bubble {b.bubble:.0f} host {b.host:.0f} optimizer {b.optimizer:.0f}"

@@ -72,11 +72,22 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How fast the training process issues work. Hosts differ widely: jobs of small kernels are bound by it."""
+    """How fast the training process issues work. Hosts differ widely: jobs of small kernels are bound by it.
 
+    The three times are scaled to the CPU time that the slices of a job took (:mod:`prism_plugins.host_speed`); a
+    description that gives one of them means them as they are.
+    """
+
+    from_slices: bool = True
+    """Scale the times to what slices took."""
+    slice_factor: float = 1.0
+    """How many times as long as the machine of the slices the target's host takes. Two virtual machines with H200s took
+    1.75 times as long (ZeRO-3, Megatron) as the idle machine on which the package was made."""
+    measured_in_slices: bool = False
+    """The times are those of a job's slices; set by prism, not in a description."""
     op_us: float = 10.0
     """Per launched kernel: Python, dispatcher, autograd, the views around it and cudaLaunchKernel. Eager PyTorch issues
-    about 100,000 kernels per second on current servers; two hosts of ours with H200s needed 80 us in Megatron."""
+    about 100,000 kernels per second on current servers."""
     view_us: float = 2.0
     """Per op that launches nothing."""
     comm_us: float = 25.0
@@ -173,6 +184,9 @@ def parse_cluster(text: str, *, source: str) -> Cluster:
     except tomllib.TOMLDecodeError as error:
         raise PrismError(f"cluster {source}: not valid TOML: {error}") from error
     _check_keys(data, Cluster, where="", source=source)
+    host = data.get("host")
+    if isinstance(host, dict) and {"op_us", "view_us", "comm_us"} & host.keys():
+        host.setdefault("from_slices", False)
     try:
         cluster = msgspec.convert(data, Cluster)
     except msgspec.ValidationError as error:

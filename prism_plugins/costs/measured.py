@@ -59,12 +59,12 @@ def build_measured(
 ) -> CostModel:
     """The cost model for a cluster with a calibration the user gave, or the shipped one.
 
-    A calibration that was measured on the user's machine also tells the host's speed; the shipped one does not. One
-    that holds collectives only leaves the ops to the shipped one.
+    A calibration that was measured on the user's machine also tells the host's speed, which counts unless slices of the
+    job told it; the shipped one does not. One that holds collectives only leaves the ops to the shipped one.
     """
     if calibration is None:
         return MeasuredCosts(ModelledCosts(cluster, nccl=nccl), shipped_calibration(), given=False)
-    if calibration.host is not None:
+    if calibration.host is not None and not cluster.host.measured_in_slices:
         host = calibration.host
         changes = {"op_us": host.op_us, "view_us": host.view_us, "comm_us": host.comm_us}
         changes = {name: us for name, us in changes.items() if us > 0}

@@ -131,6 +131,8 @@ class SliceReport(msgspec.Struct, kw_only=True):
     facts: JobFacts | None = None
     seconds: float = 0.0
     seconds_per_iteration: tuple[float, ...] = ()
+    cpu_seconds_per_iteration: tuple[float, ...] = ()
+    """CPU time of the process, all threads."""
     iteration_hashes: tuple[str, ...] = ()
     steady: bool = False
     num_ops: int = 0
