@@ -42,7 +42,10 @@ def test_training_through_a_region_equals_plain_cpu():
         actual.backward()
     torch.testing.assert_close(actual.item(), expected.item())
     for ours, theirs in zip(virtual, plain, strict=True):
-        torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-2)
+        # Elements are sums of large terms that cancel: rounding is relative to the largest, not to each.
+        torch.testing.assert_close(
+            ours.grad.cpu(), theirs.grad, rtol=0, atol=1e-5 * theirs.grad.abs().max().item()
+        )
 
 
 def test_extern_kernels_do_not_change_inputs_twice():
