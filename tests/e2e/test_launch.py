@@ -223,7 +223,7 @@ def test_a_directory_of_a_newer_version_is_refused(place):
 
 
 def test_a_full_disk(place):
-    mount(place, "40k")
+    mount(place, "16k")
     try:
         done = place.run("train.py", "--prism-out", place.out / "run", check=False)
     finally:
