@@ -20,7 +20,8 @@ from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.program.model import MemoryCategory
 
 HOST_NS_PER_PIECE = 2_000
-"""A view made and kept by a Python loop: the cost model's default for an op that launches nothing."""
+"""A view made and kept by a Python loop. ``partitions.append(tensor.narrow(0, 0, n))`` takes 2.3 us on the machine this
+was written on, 4.3 to 5.6 us on a virtual machine with an H200."""
 MAX_PIECES = 64
 _BLOCK_BYTES = 512
 """Granularity of torch's caching allocator."""
