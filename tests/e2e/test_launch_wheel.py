@@ -80,18 +80,21 @@ def test_everything_is_in_the_wheel(environment, tmp_path):
     code = (
         "import importlib.resources as r, prism_plugins, prism_plugins.integrations.megatron, prism_plugins.cli;"
         "from prism_plugins.costs.cluster import presets;"
+        "from prism_plugins.costs.measured import shipped_calibration;"
         "from prism_plugins.slice import load_integrations;"
         "print(prism_plugins.__file__);"
         "print(presets());"
+        "print(shipped_calibration().gpu);"
         "print([i.name for i in load_integrations()]);"
         "print(sorted(p.name for p in (r.files('prism_plugins.device') / 'csrc').iterdir())[:1])"
     )
     done = run(environment, "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    file, presets, integrations, sources = done.stdout.splitlines()
+    file, presets, gpu, integrations, sources = done.stdout.splitlines()
     assert str(environment) in file
     assert "dgx-h100" in presets
-    assert integrations == "['megatron']"
+    assert gpu == "NVIDIA H200"
+    assert integrations == "['deepspeed', 'megatron']"
     assert sources != "[]"
 
 
