@@ -51,7 +51,8 @@ def test_python_module_and_explicit_starts_are_the_same_run(place):
     assert place.prediction()["iteration_time_ms"] == first["iteration_time_ms"]
     done = place.run("-m", "train")
     assert "name __main__" in done.stdout
-    assert place.prediction()["iteration_time_ms"] == first["iteration_time_ms"]
+    # Slices of its own, whose CPU time is another one; the device's work is the same.
+    assert place.prediction()["breakdown_ms"]["compute"] == first["breakdown_ms"]["compute"]
 
 
 def test_another_cluster_simulates_again_without_slicing_again(place):

@@ -220,7 +220,6 @@ def test_overlapping_work_of_one_communicator_gets_a_second_track(trace, build):
     assert labels[10_001].endswith("#2")
 
 
-@pytest.mark.slow
 def test_a_program_of_the_size_of_gpt3_175b_takes_seconds(trace, build, tmp_path):
     make_program, make_times = build
     layout = Layout(world_size=8, tp=2, pp=2, dp=2, num_microbatches=192)
