@@ -95,6 +95,8 @@ def test_record_stream_is_counted_when_it_would_delay_reuse():
 
 def test_peaks_and_statistics():
     allocated, _ = fresh()
+    # Tests share a process: another one may have asked for more than there is.
+    before = torch.cuda.memory_stats()["num_ooms"]
     t = byte_tensor(3 * MIB)
     del t
     assert torch.cuda.max_memory_allocated() - allocated == 3 * MIB
@@ -111,7 +113,7 @@ def test_peaks_and_statistics():
         "requested_bytes",
     ):
         assert stats[f"{name}.all.peak"] >= stats[f"{name}.all.current"] >= 0
-    assert stats["num_ooms"] == 0
+    assert stats["num_ooms"] == before
     assert "Allocated memory" in torch.cuda.memory_summary()
     free, total = torch.cuda.mem_get_info()
     assert total - free == torch.cuda.memory_reserved()
