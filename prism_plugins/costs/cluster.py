@@ -81,8 +81,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     from_slices: bool = True
     """Scale the times to what slices took."""
     slice_factor: float = 1.0
-    """How many times as long as the machine of the slices the target's host takes. Two virtual machines with H200s took
-    1.75 times as long (ZeRO-3, Megatron) as the idle machine on which the package was made."""
+    """How many times as long as the machine of the slices the target's host takes. Virtual machines with H200s took 1.6
+    (ZeRO-3) to 3 times (Megatron, small models) as long as the idle machine on which the package was made."""
     measured_in_slices: bool = False
     """The times are those of a job's slices; set by prism, not in a description."""
     op_us: float = 10.0
