@@ -17,15 +17,14 @@ import json
 from pathlib import Path
 from typing import Literal
 
+from prism_plugins.cli_run import load_job
 from prism_plugins.costs.calibration import Calibration
 from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.costs.model import build_cost_model, load_calibration
 from prism_plugins.errors import PrismError
 from prism_plugins.host_speed import with_host_of_slices
-from prism_plugins.program.infer import infer_job
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.slices import SliceReport
-from prism_plugins.program.store import load_program
 from prism_plugins.rundir import RunDir
 from prism_plugins.simulate.engine import Simulation
 
@@ -45,7 +44,7 @@ def main() -> None:
         if not (args.runs / name).is_dir():
             continue
         try:
-            job, reports = load_job(args.runs / name)
+            job, reports, _ = load_job(RunDir(args.runs / name))
         except PrismError as error:
             print(f"{name:20} {error}")
             continue
@@ -59,17 +58,6 @@ def measured() -> dict[str, float]:
     """Median iteration time of every measured job, ms."""
     files = (DATA / "megatron_h200x2_dp_pp.json", DATA / "megatron_h200x2.json")
     return {job["name"]: job["median_ms"] for path in files for job in json.loads(path.read_text())["jobs"]}
-
-
-def load_job(path: Path) -> tuple[JobPrograms, dict[int, SliceReport]]:
-    """The programs of a run's ranks and the reports of its slices. Raises PrismError when the run has not finished."""
-    rundir = RunDir(path)
-    info = rundir.read_info()
-    if info.facts is None:
-        raise PrismError("not finished")
-    programs = {rank: load_program(rundir.slice(rank).program) for rank in info.slices}
-    reports = {rank: rundir.read_report(rank) for rank in info.slices}
-    return infer_job(info.facts, reports, programs), reports
 
 
 def predict(

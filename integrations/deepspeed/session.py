@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prism_plugins.integration import SliceContext
-from prism_plugins.integration.phase_tracker import PhaseTracker
+from prism_plugins.integration.phase_tracker import PhaseTracker, SinkWhile
 from prism_plugins.program.model import Phase
 
 
@@ -22,7 +22,7 @@ class Session:
         """Micro-batch of the iteration that is at work; -1 before its first forward pass."""
         self.receives = self.sends = ""
         """Tensors that the pipeline stage before announced to this one, and this one to the next."""
-        self.tracker = PhaseTracker(_WhileIterating(self))
+        self.tracker = PhaseTracker(SinkWhile(context, lambda: self.iterating))
         self._iterations = 0
         self._stepped = False
         self._work_told = False
@@ -124,18 +124,3 @@ class Session:
         self._iterations += 1
         self.microbatch = -1
         self.tracker.new_iteration()
-
-
-class _WhileIterating:
-    """A phase sink that is deaf outside training iterations."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def begin_phase(self, phase: Phase) -> None:
-        if self._session.iterating:
-            self._session.context.begin_phase(phase)
-
-    def end_phase(self) -> None:
-        if self._session.iterating:
-            self._session.context.end_phase()

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from prism_plugins.integration import SliceContext
-from prism_plugins.integration.phase_tracker import PhaseTracker, wrap_sync
+from prism_plugins.integration.phase_tracker import PhaseTracker, SinkWhile, wrap_sync
 from prism_plugins.integrations.megatron.layout import ParallelSizes
-from prism_plugins.program.model import MemoryCategory, Phase
+from prism_plugins.program.model import MemoryCategory
 
 
 class BatchShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class Session:
         """An optimizer was built that gives whole layers to data-parallel ranks."""
         self.in_training_loop = False
         """``megatron.training`` runs the loop: iterations are its ``train_step`` calls."""
-        self.tracker = PhaseTracker(_WhileIterating(self))
+        self.tracker = PhaseTracker(SinkWhile(context, lambda: self.iterating))
         self.iterating = False
         self._facts_sent = False
         self._iterations = 0
@@ -83,21 +83,6 @@ class Session:
         scratch = getattr(sys.modules.get("megatron.core.parallel_state"), "_GLOBAL_MEMORY_BUFFER", None)
         for buffer in scratch.buffer.values() if scratch is not None else ():
             self.context.tag(buffer, MemoryCategory.WORKSPACE)
-
-
-class _WhileIterating:
-    """A phase sink that is deaf outside training iterations (evaluation runs the same scheduler)."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def begin_phase(self, phase: Phase) -> None:
-        if self._session.iterating:
-            self._session.context.begin_phase(phase)
-
-    def end_phase(self) -> None:
-        if self._session.iterating:
-            self._session.context.end_phase()
 
 
 def tag_model(context: SliceContext, chunk: Any) -> None:

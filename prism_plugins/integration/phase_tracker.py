@@ -41,6 +41,24 @@ class PhaseList:
         """Nothing to do: phases do not nest."""
 
 
+class SinkWhile:
+    """A sink that passes phases on to another one only while ``is_on`` says so (evaluation runs the same code)."""
+
+    def __init__(self, sink: PhaseSink, is_on: Callable[[], bool]) -> None:
+        self._sink = sink
+        self._is_on = is_on
+
+    def begin_phase(self, phase: Phase) -> None:
+        """Open a phase, if on."""
+        if self._is_on():
+            self._sink.begin_phase(phase)
+
+    def end_phase(self) -> None:
+        """Close the open phase, if on."""
+        if self._is_on():
+            self._sink.end_phase()
+
+
 class PhaseTracker:
     """Opens and closes phases and counts their parts. Phases do not nest: an inner one is part of the outer one."""
 
