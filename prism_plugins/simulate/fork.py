@@ -26,6 +26,14 @@ def fork_points(sources: list[ClassSource], quotient: Quotient) -> list[int]:
     for cell in quotient.cells:
         for key, side, events in _calls(quotient, cell, ops[cell.index]):
             channels.setdefault(key, {})[cell.index, side] = events
+    # A cell that parts before its first call on a channel has none in its trunk; nor may the others have.
+    for key, sides in channels.items():
+        if len(key) == 1:
+            everybody = [(cell, "member") for cell, _ in quotient.members[key[0]]]
+        else:
+            everybody = [(key[1], "send"), (key[2], "recv")]
+        for side in everybody:
+            sides.setdefault(side, np.zeros(0, dtype=np.int64))
     changed = True
     while changed:
         changed = False

@@ -13,6 +13,7 @@ from symmetric import every_rank_alone, random_job
 
 from prism_plugins.program.infer import program_of
 from prism_plugins.program.job import JobPrograms, RankClass
+from prism_plugins.program.model import EventKind, Program
 from prism_plugins.simulate.engine import Simulation
 from prism_plugins.world.layout import Layout
 
@@ -106,3 +107,31 @@ def test_placement_splits_a_class_when_it_changes_prices() -> None:
     layout = Layout(world_size=6, tp=2, pp=1, dp=3)
     job = random_job(np.random.default_rng(5), layout=layout)
     assert_equal_times(job, every_rank_alone(job), ByNode())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_class_may_part_before_its_first_call(seed: int) -> None:
+    """Ranks sliced one by one number their allocations differently: their programs differ from the first event on."""
+    job = random_job(np.random.default_rng(seed), layout=LAYOUTS[0], num_actions=12, shards=True)
+    cls = job.classes[1]
+    first = int(cls.ranks[0])
+    variants = {key: _later(program, 5 + key) for key, program in cls.variants.items()}
+    variants[first] = _later(cls.exemplar, 3)
+    apart = RankClass(
+        name=cls.name,
+        ranks=cls.ranks,
+        representative=cls.representative,
+        exemplar=cls.exemplar,
+        variants=variants,
+        variant_of={**cls.variant_of, first: first},
+    )
+    job = JobPrograms(layout=job.layout, classes=(job.classes[0], apart, *job.classes[2:]))
+    assert_equal_times(job, every_rank_alone(job), TableCosts())
+
+
+def _later(program: Program, host_ns: int) -> Program:
+    """The program behind some more host work."""
+    events = np.zeros(1 + len(program.events), dtype=program.events.dtype)
+    events[1:] = program.events
+    events["kind"][0], events["value"][0] = EventKind.HOST, host_ns
+    return msgspec.structs.replace(program, events=events)
