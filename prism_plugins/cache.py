@@ -77,6 +77,8 @@ _VOLATILE = frozenset(
         "GPG_TTY",
     ]
 )
+_CHOICES = frozenset(["PRISM_TE"])
+"""Of prism's own variables, those that change what a slice runs and are in no spec."""
 _VOLATILE_PREFIXES = ("SSH_", "DBUS_", "VSCODE_", "LC_", "XDG_", "GIT_", "PYTEST_", "PRISM_")
 
 
@@ -216,7 +218,11 @@ def slice_key(spec: SliceSpec) -> str:
 
 def relevant_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without what changes from shell to shell and cannot matter to a training script."""
-    return {k: v for k, v in environ.items() if k not in _VOLATILE and not k.startswith(_VOLATILE_PREFIXES)}
+    return {
+        k: v
+        for k, v in environ.items()
+        if k in _CHOICES or (k not in _VOLATILE and not k.startswith(_VOLATILE_PREFIXES))
+    }
 
 
 def make_manifest(read: Iterable[Path] = ()) -> Manifest:

@@ -71,12 +71,22 @@ def make_parser() -> argparse.ArgumentParser:
         cli_cluster,
         cli_doctor,
         cli_ops,
+        cli_setup_te,
         cli_show,
         cli_trace,
         cli_what_if,
     )
 
-    for module in (cli_show, cli_ops, cli_trace, cli_what_if, cli_cluster, cli_calibrate, cli_doctor):
+    for module in (
+        cli_show,
+        cli_ops,
+        cli_trace,
+        cli_what_if,
+        cli_cluster,
+        cli_calibrate,
+        cli_setup_te,
+        cli_doctor,
+    ):
         module.add_command(commands)
     return parser
 

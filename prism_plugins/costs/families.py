@@ -32,7 +32,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "gemm": _words("mm addmm linear matmul _addmm_activation mv addmv dot vdot addr outer ger linear_backward"),
     "batched_gemm": _words("bmm baddbmm addbmm einsum tensordot _trilinear"),
     "scaled_gemm": _words("_scaled_mm _scaled_grouped_mm _int_mm"),
-    "grouped_gemm": _words("_grouped_mm grouped_gemm gmm"),
+    "grouped_gemm": _words("_grouped_mm grouped_gemm gmm te_grouped_gemm"),
     "convolution": _words("""
         convolution _convolution cudnn_convolution cudnn_convolution_transpose convolution_overrideable conv1d conv2d
         conv3d conv_transpose1d conv_transpose2d conv_transpose3d slow_conv_dilated2d conv_depthwise3d
@@ -62,10 +62,12 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         special_softmax special_log_softmax
         _softmax softmax _log_softmax log_softmax _safe_softmax _masked_softmax _masked_softmax_ scaled_masked_softmax_forward
         scaled_upper_triang_masked_softmax_forward scaled_softmax_forward
+        scaled_aligned_causal_masked_softmax_forward
     """),
     "softmax_backward": _words("""
         _softmax_backward_data _log_softmax_backward_data _masked_softmax_backward softmax_backward_data
         scaled_masked_softmax_backward scaled_upper_triang_masked_softmax_backward scaled_softmax_backward
+        scaled_aligned_causal_masked_softmax_backward
     """),
     "norm_forward": _words("""
         native_layer_norm layer_norm _fused_rms_norm rms_norm native_group_norm group_norm native_batch_norm
@@ -130,14 +132,40 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward nll_loss nll_loss2d cross_entropy_loss
         nll_loss_nd
     """),
+    # Transformer Engine's kernels beyond those that are like one of torch's (SAME_KERNEL).
+    "quantize": _words("""
+        quantize compute_amax compute_scale_from_amax amax_and_scale_update bgrad_quantize bias_grad fp8_transpose
+        swap_first_dims swizzle_scales userbuffers_copy fp8_block_scaling_compute_partial_amax
+        fp8_block_scaling_partial_cast mxfp8_scaling_compute_partial_amax mxfp8_scaling_partial_cast
+        fused_multi_row_padding fused_multi_row_unpadding
+    """),
+    "activation": _words("""
+        qgelu srelu geglu qgeglu reglu sreglu clamped_swiglu dgelu dqgelu drelu dsrelu dsilu dgeglu dqgeglu dreglu
+        dsreglu dswiglu dglu clamped_dswiglu dbias_dgelu dbias_dqgelu dbias_drelu dbias_dsrelu dbias_dsilu te_swiglu
+        te_glu fused_qkv_rope_forward fused_qkv_rope_backward dropout_fwd dropout_bwd
+    """),
+    "routing": _words("""
+        fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd fused_score_for_moe_aux_loss_fwd
+        fused_score_for_moe_aux_loss_bwd fused_moe_aux_loss_fwd fused_moe_aux_loss_bwd
+        row_id_map_pass_1_kernel row_id_map_pass_2_kernel row_id_map_pass_3_kernel permute_kernel unpermute_kernel
+        unpermute_bwd_with_merging_probs_kernel make_chunk_sort_map_kernel sort_chunks_by_map_kernel
+        online_softmax_kernel cross_entropy_kernel element_mul_kernel zero_pad_kernel
+    """),
+    "packed_sequences": _words("""
+        thd_read_half_tensor thd_read_second_half_lse thd_second_half_lse_correction thd_out_correction
+        thd_grad_correction thd_get_partitioned_indices convert_thd_to_bshd convert_bshd_to_thd fa_prepare_fwd
+        fa_prepare_bwd
+    """),
     "foreach": (),  # every name that begins with _foreach_
     "fused_optimizer": _words("""
         _fused_adam _fused_adamw _fused_sgd _fused_adagrad multi_tensor_adam multi_tensor_adam_capturable
+        multi_tensor_adam_capturable_master multi_tensor_adam_param_remainder
         multi_tensor_adam_fp8 multi_tensor_sgd multi_tensor_lamb multi_tensor_lion
     """),
     "multi_tensor": _words("""
         _amp_foreach_non_finite_check_and_unscale _amp_update_scale multi_tensor_l2norm multi_tensor_scale
         multi_tensor_unscale_l2norm multi_tensor_axpby multi_tensor_compute_scale_and_scale_inv
+        multi_tensor_compute_scale_inv_e8m0 multi_tensor_scale_tensor
         _chunk_cat split_with_sizes_copy_list
     """),
     "sync": _words("_local_scalar_dense item is_nonzero _assert_async _assert_scalar _functional_assert_async"),
@@ -204,9 +232,30 @@ def family_of(op: str) -> str | None:
     return _FAMILY.get(name)
 
 
+SAME_KERNEL = {
+    "te::gemm": "mm",
+    "apex::wgrad_gemm_accum": "mm",
+    "te::fp8_gemm": "_scaled_mm",
+    "te::grouped_gemm": "te_grouped_gemm",
+    "te::fp8_grouped_gemm": "te_grouped_gemm",
+    "te::layernorm_fwd": "native_layer_norm",
+    "te::layernorm_bwd": "native_layer_norm_backward",
+    "te::rmsnorm_fwd": "_fused_rms_norm",
+    "te::rmsnorm_bwd": "_fused_rms_norm_backward",
+    "te::rmsnorm_bwd_add": "_fused_rms_norm_backward",
+    "te::fused_attn_fwd": "_scaled_dot_product_cudnn_attention",
+    "te::fused_attn_bwd": "_scaled_dot_product_cudnn_attention_backward",
+    "te::swiglu": "te_swiglu",
+    "te::glu": "te_glu",
+}
+"""Ops of extensions that run the kernels, with the operands, of an op known under another name."""
+
+
 @functools.cache
 def base_name(op: str) -> str:
-    """``aten::add_.Tensor`` → ``add``; dunder names (``__and__``) lose their underscores."""
+    """``aten::add_.Tensor`` → ``add``; dunder names (``__and__``) lose their underscores; see :data:`SAME_KERNEL`."""
+    if op in SAME_KERNEL:
+        return SAME_KERNEL[op]
     name = op.rsplit("::", 1)[-1].split(".", 1)[0]
     if name.startswith("__"):
         stripped = name.strip("_")

@@ -132,6 +132,13 @@ def gemm_sizes(s: OpSignature) -> tuple[int, int, int, int] | None:
     if len(operands) < 2 or not operands[0].shape or not operands[1].shape:
         return None
     a, b = operands
+    if name == "te_grouped_gemm":
+        if len(s.inputs) % 2 or min(len(t.shape) for t in s.inputs) < 2:
+            return None
+        pairs = len(s.inputs) // 2
+        tokens = sum(t.shape[0] for t in s.inputs[::2])
+        inner = sum(t.shape[-1] for t in s.inputs[::2])
+        return pairs, max(1, tokens // pairs), b.shape[-1], max(1, inner // pairs)
     if name in ("outer", "ger", "addr"):
         return 1, a.numel, b.numel, 1
     k = a.shape[-1]
@@ -146,7 +153,7 @@ def gemm_sizes(s: OpSignature) -> tuple[int, int, int, int] | None:
 
 def attention_sizes(s: OpSignature) -> tuple[int, int, int, int] | None:
     """(batch times heads, queries, keys, head width) of torch's attention ops, (B, H, S, D)."""
-    tensors = s.inputs[1:4] if "backward" in s.op else s.inputs[:3]
+    tensors = s.inputs[1:4] if "backward" in base_name(s.op) else s.inputs[:3]
     if len(tensors) < 2 or len(tensors[0].shape) != 4 or len(tensors[1].shape) != 4:
         return None
     b, h, queries, width = tensors[0].shape
@@ -215,7 +222,15 @@ def _scaled_gemm(r: Roofline, s: OpSignature) -> Work:
 
 
 def _grouped_gemm(r: Roofline, s: OpSignature) -> Work:
-    """Experts' GEMMs in one launch: ``a`` (tokens, k) times ``b`` (experts, k, n); balanced tokens per expert."""
+    """Experts' GEMMs in one launch: ``a`` (tokens, k) times ``b`` (experts, k, n); balanced tokens per expert.
+
+    Transformer Engine lists the pairs; they run beside each other on a few streams.
+    """
+    if base_name(s.op) == "te_grouped_gemm" and (sizes := gemm_sizes(s)) is not None:
+        batch, m, n, k = sizes
+        nbytes = traffic(s)
+        seconds = r.gemm_seconds(batch=batch, m=m, n=n, k=k, dtype=s.inputs[0].dtype, nbytes=nbytes)
+        return Work(flops=2.0 * batch * m * n * k, bytes=nbytes, seconds=seconds, kernels=batch)
     if len(s.inputs) < 2 or min(len(s.inputs[0].shape), len(s.inputs[1].shape)) < 2:
         return bytes_bound(r, s, r.eff.elementwise)
     a, b = s.inputs[0], s.inputs[1]
@@ -253,7 +268,7 @@ def _attention(r: Roofline, s: OpSignature, *, efficiency: float, gemms: int, ba
     if len(tensors) < 2 or min(len(tensors[0].shape), len(tensors[1].shape)) < 3:
         return bytes_bound(r, s, r.eff.elementwise, kernels=2)
     q, k = tensors[0], tensors[1]
-    torch_order = s.op.startswith("aten::_scaled") or "scaled_dot_product" in s.op
+    torch_order = "scaled_dot_product" in base_name(s.op)
     sequence_axis = -2 if torch_order or len(k.shape) == 3 else 1
     if len(k.shape) == 3 and not torch_order:  # packed (tokens, heads, dim): sequences of max_seqlen_k
         longest = scalar(s, "max_k") or scalar(s, "max_seqlen_k") or k.shape[0]
@@ -266,6 +281,11 @@ def _attention(r: Roofline, s: OpSignature, *, efficiency: float, gemms: int, ba
     nbytes = traffic(s)
     seconds = max(flops / (r.peak_flops(q.dtype) * efficiency), r.hbm_seconds(nbytes, r.eff.elementwise))
     return Work(flops=flops, bytes=nbytes, seconds=seconds, kernels=3 if backward else 1)
+
+
+def _streamed(r: Roofline, s: OpSignature) -> Work:
+    """Kernels that read and write every operand once, whatever they compute."""
+    return bytes_bound(r, s, r.eff.elementwise)
 
 
 def _softmax_forward(r: Roofline, s: OpSignature) -> Work:
@@ -449,6 +469,10 @@ RULES: dict[str, Rule] = {
     "cudnn_attention_backward": lambda r, s: _attention(
         r, s, efficiency=r.eff.cudnn_attention_backward, gemms=5, backward=True
     ),
+    "quantize": _streamed,
+    "activation": _streamed,
+    "routing": lambda r, s: bytes_bound(r, s, r.eff.gather),
+    "packed_sequences": _streamed,
     "softmax_forward": _softmax_forward,
     "softmax_backward": _softmax_backward,
     "norm_forward": _norm_forward,

@@ -86,15 +86,17 @@ def test_everything_is_in_the_wheel(environment, tmp_path):
         "print(presets());"
         "print(shipped_calibration().gpu);"
         "print([i.name for i in load_integrations()]);"
+        "from prism_plugins.integrations.transformer_engine.signatures import known_versions as v; print(v()[0]);"
         "print(sorted(p.name for p in (r.files('prism_plugins.device') / 'csrc').iterdir())[:1])"
     )
     done = run(environment, "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    file, presets, gpu, integrations, sources = done.stdout.splitlines()
+    file, presets, gpu, integrations, te, sources = done.stdout.splitlines()
     assert str(environment) in file
     assert "dgx-h100" in presets
     assert gpu == "NVIDIA H200"
-    assert integrations == "['deepspeed', 'megatron']"
+    assert integrations == "['deepspeed', 'megatron', 'transformer_engine']"
+    assert te == "2.8"
     assert sources != "[]"
 
 

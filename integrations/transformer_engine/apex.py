@@ -1,0 +1,29 @@
+"""Apex's weight gradient kernel, which Megatron's output layer uses beside Transformer Engine by default.
+
+Source: apex csrc/megatron/fused_weight_gradient_dense.cpp: ``main_grad += grad_output.t() @ input`` in one GEMM.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from prism_plugins.integrations.transformer_engine.calls import dtype_name, matrix, record, synthesized
+
+
+def fill_module(module: ModuleType) -> None:
+    """Put the functions that Megatron calls into a module."""
+    module.wgrad_gemm_accum_fp32 = _accumulate
+    module.wgrad_gemm_accum_fp16 = _accumulate
+
+
+def _accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+    rows, columns = main_grad.shape
+    tokens = total_input.numel() // columns
+    operands = [
+        matrix(rows, tokens, dtype_name(grad_output.dtype), transposed=True),
+        matrix(tokens, columns, dtype_name(total_input.dtype)),
+    ]
+    record("apex::wgrad_gemm_accum", operands, [main_grad], layout="NT", accumulate=True)
+    synthesized(main_grad)
