@@ -110,6 +110,7 @@ class Slice:
                 peak_reserved_bytes=stats.peak_reserved_bytes,
                 allocated_bytes_end=stats.allocated_bytes,
                 timers=timers_of_events(context.iteration_timers, recorded.events),
+                gradient_buckets=tuple(context.iteration_buckets),
                 host_pageable_bytes=stats.host.pageable_peak,
                 host_pinned_bytes=stats.host.page_locked,
                 host_peak_bytes=stats.host.total_peak,

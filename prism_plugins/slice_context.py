@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -60,6 +60,9 @@ class Context:
         self.iteration_timers: list[tuple[str, int, int]] = []
         """Of the last recorded iteration; event ids."""
         self._timers: list[tuple[str, int, int]] = []
+        self.iteration_buckets: list[tuple[int, ...]] = []
+        """Of the last recorded iteration."""
+        self._buckets: list[tuple[int, ...]] = []
         self.log_lines: list[str] = []
         self.patches: list[Patch] = []
         self.iteration: Any = None
@@ -161,6 +164,7 @@ class Context:
     def _start(self, *, continues: bool) -> None:
         self._continues = continues
         self._timers.clear()
+        self._buckets.clear()
         self.recorder.reset_peaks()
         self.recorder.start()
         self._began = time.monotonic()
@@ -179,6 +183,7 @@ class Context:
         self._began = None
         self.iteration = self.recorder.stop()
         self.iteration_timers = list(self._timers)
+        self.iteration_buckets = list(self._buckets)
         self.iteration_stats = self.recorder.stats()
         digest = iteration_hash(self.iteration.events)
         self.steady = self._last_digest.get(self._continues) == digest
@@ -217,6 +222,10 @@ class Context:
     def timer(self, name: str, begin: int, end: int) -> None:
         """One of the framework's own timers measured the time between two recorded CUDA events."""
         self._timers.append((name, begin, end))
+
+    def gradient_bucket(self, parameters: Sequence[int]) -> None:
+        """The gradients of these parameters are reduced together."""
+        self._buckets.append(tuple(parameters))
 
     def log_line(self, text: str) -> None:
         """Report one of the framework's own per-iteration log lines, as printed."""

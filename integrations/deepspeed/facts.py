@@ -18,15 +18,16 @@ from prism_plugins.program.slices import JobFacts, StageInfo
 def job_facts(session: Session, engine: Any) -> JobFacts:
     """The facts of the job that this engine trains."""
     layout = make_layout(session.context.spec.world_size, engine)
-    kinds, kind_of = shard_kinds(engine.optimizer, layout.dp * layout.cp)
+    kinds = shard_kinds(engine.optimizer, layout.dp * layout.cp)
     return JobFacts(
         framework="deepspeed",
         layout=layout,
         stages=_stages(session, engine, layout.pp),
         samples_per_iteration=int(engine.train_batch_size()),
         stage_headers=layout.pp > 1,
-        shard_kinds=kinds,
-        kind_of=kind_of,
+        shard_kinds=kinds.sizes,
+        kind_of=kinds.kind_of,
+        partitions=kinds.partitions,
     )
 
 

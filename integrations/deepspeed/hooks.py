@@ -18,6 +18,7 @@ from prism_plugins.integrations.deepspeed import (
     moe,
     offload,
     overflow,
+    partitions,
     pipeline,
 )
 from prism_plugins.integrations.deepspeed.routed_blocks import route_blocks
@@ -49,6 +50,7 @@ def hook_table() -> list[Hook]:
         *memory.HOOKS,
         *offload.HOOKS,
         *overflow.HOOKS,
+        *partitions.HOOKS,
         *moe.HOOKS,
         *autotp.HOOKS,
         *compat.HOOKS,

@@ -94,6 +94,11 @@ class SliceContext(Protocol):
         iteration. The prediction tells what it would show at target scale."""
         ...
 
+    def gradient_bucket(self, parameters: Sequence[int]) -> None:
+        """The gradients of these parameters (numbered as in :class:`.slices.FlatPartitions`) are about to be reduced
+        together, in this order."""
+        ...
+
     def log_line(self, text: str) -> None:
         """Report one of the framework's own per-iteration log lines, as printed."""
         ...

@@ -9,12 +9,13 @@ optimizer shards get variants (:mod:`.shards`), and any single rank's groups are
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 
 from prism_plugins.errors import CannotDeriveError
 from prism_plugins.program.derive import CapturedStage
+from prism_plugins.program.flat_partitions import Form, PartitionedProgram, do_the_same, richness
 from prism_plugins.program.headers import check_headers
 from prism_plugins.program.instantiate import Instantiator
 from prism_plugins.program.job import JobPrograms, RankClass
@@ -261,8 +262,8 @@ class _Inference:
     def _kinds(
         self, role: Role, ranks: np.ndarray, source: int, own: list[int], special: list[int]
     ) -> tuple[Mapping[int, Program], dict[int, int], frozenset[int]]:
-        """Programs by kind of rank: of the sliced kinds, and for the others the most similar of these; variants, who
-        has which, and the ranks that are approximated."""
+        """Programs by kind of rank: of the sliced kinds, for others derived ones where that can be done, else those of
+        the most similar sliced kind; variants, who has which, and the ranks that are approximated."""
         facts = self._reports[source].facts
         index = KindIndex(self._layout, facts) if facts is not None else None
         if not index:
@@ -271,19 +272,26 @@ class _Inference:
         for rank in own or self._sliced_like(source, role):
             sources.setdefault(index.kind(rank), rank)
         if own:
-            wanted = wanted_of_role(index, self._layout, role, without=special)
-            if missing := [rank for kind, rank in wanted.items() if kind not in sources]:
-                raise CannotDeriveError(
-                    f"{_name(self._layout, role)}: no slice of a rank that owns such parameter fragments",
-                    ranks=tuple(missing),
-                )
+            self._want(role, index, sources, special)
+        needed = {index.kind(rank) for rank in ranks.tolist() if rank not in special}
+        partitioned = self._partitioned(role, index, sources, needed)
+        underived = {index.form(kind) for kind in needed - set(sources) - set(partitioned)} - {None}
+        if own and underived:
+            self._want(role, index, sources, special, underived)
         stand_in: dict[int, int] = {}
-        key_of: dict[int, int] = {}
+        key_of: dict[object, int] = {}
         makers: dict[int, Callable[[], Program]] = {}
         variant_of: dict[int, int] = {}
         approximated: list[int] = []
         for rank in ranks.tolist():
             kind = index.kind(rank)
+            if kind not in sources and kind in partitioned:
+                work = index.work(kind)
+                if work not in key_of:
+                    key_of[work] = rank
+                    makers[rank] = self._partitioned_maker(partitioned[kind], kind, rank)
+                variant_of[rank] = key_of[work]
+                continue
             taken = stand_in.get(kind)
             if taken is None:
                 taken = stand_in[kind] = kind if kind in sources else index.nearest(kind, sources)
@@ -296,6 +304,63 @@ class _Inference:
                 makers[rank] = self._of_kind(role, sources[taken], rank)
             variant_of[rank] = key_of[taken]
         return LazyVariants(makers), variant_of, frozenset(approximated)
+
+    def _want(
+        self,
+        role: Role,
+        index: KindIndex,
+        sources: Mapping[int, int],
+        special: list[int],
+        underived: Collection[Form] = (),
+    ) -> None:
+        """Raise :class:`CannotDeriveError` unless the kinds that have to be sliced are."""
+        wanted = wanted_of_role(index, self._layout, role, without=special, underived=underived)
+        if missing := [rank for kind, rank in wanted.items() if kind not in sources]:
+            raise CannotDeriveError(
+                f"{_name(self._layout, role)}: no slice of a rank that owns such parameter fragments",
+                ranks=tuple(missing),
+            )
+
+    def _partitioned(
+        self, role: Role, index: KindIndex, sources: Mapping[int, int], needed: Collection[int]
+    ) -> dict[int, PartitionedProgram]:
+        """For each kind whose program can be derived, what it is derived from."""
+        partitions = index.partitions
+        if partitions is None:
+            return {}
+        prepared: dict[Form, list[PartitionedProgram]] = {}
+        wrong: set[Form] = set()
+        for kind, rank in sorted(
+            sources.items(), key=lambda item: richness(partitions, item[0]), reverse=True
+        ):
+            form = index.form(kind)
+            try:
+                program = self._programs[rank]
+                if self._layout.coords(rank)["pp"] != role.stage:
+                    program = self._derive_from(rank, role, instead=rank)
+                # What is derived from another slice must be what this one did.
+                if any(_contradicts(other, kind, program) for other in prepared.get(form, ())):
+                    wrong.add(form)
+                buckets = self._reports[rank].gradient_buckets
+                partitioned = PartitionedProgram(program, partitions, kind, buckets)
+            except CannotDeriveError:
+                continue
+            prepared.setdefault(form, []).append(partitioned)
+        served: dict[int, PartitionedProgram] = {}
+        for kind in needed:
+            for partitioned in prepared.get(index.form(kind), ()) if index.form(kind) not in wrong else ():
+                try:
+                    partitioned.check(kind)
+                except CannotDeriveError:
+                    continue
+                served[kind] = partitioned
+                break
+        return served
+
+    def _partitioned_maker(self, source: PartitionedProgram, kind: int, rank: int) -> Callable[[], Program]:
+        return lambda: _instantiator(source.program, self._layout).program_of(
+            rank, like=source.program_for(kind)
+        )
 
     def _sliced_like(self, source: int, role: Role) -> list[int]:
         """Sliced ranks of the stage a role is derived from, on its side of tensor parallelism."""
@@ -392,6 +457,13 @@ class _Inference:
                     merged.append(pattern)
             self._patterns = merged
         return self._patterns
+
+
+def _contradicts(partitioned: PartitionedProgram, kind: int, program: Program) -> bool:
+    try:
+        return not do_the_same(partitioned.program_for(kind), program)
+    except CannotDeriveError:
+        return False
 
 
 _WAITS = (EventKind.STREAM_SYNC, EventKind.EVENT_SYNC, EventKind.DEVICE_SYNC)

@@ -1,13 +1,14 @@
 """Loops over parameter fragments in a stretch of events: found in one rank's program, issued again for another's.
 
 An optimizer visits its fragments in loops (a block of events per fragment: allocate, multiply, copy, release) and
-hands whole lists of them to ``_foreach_`` and fused ops. Given the lists a rank has, a stretch of its events is
+hands whole lists of them to ``_foreach_`` and fused ops, or joins what it made of them (``cat``). Given the lists a rank has, a stretch of its events is
 parsed into literal events, loops and list ops; given another rank's lists it is issued again. A loop needs two
 turns to be seen, so lists of one fragment are read with the help of a pattern parsed elsewhere.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,9 +24,23 @@ Lists = Mapping[tuple, tuple[int, ...]]
 
 FRAGMENT = -1
 """Stands for the number of elements of the fragment in the shape of a tensor."""
+_FLAT, _SHAPED = -3, -4
+"""The same, where it was seen that the tensor is flat, or that it has the shape of its fragment."""
 _MAX_BLOCK = 16
 SMALLEST_FRAGMENT = 32
 """Elements below which a single fragment cannot be told from other small tensors."""
+
+
+class Size(int):
+    """Elements of a fragment whose tensors may have a shape of their own: a whole parameter. Compares as the number."""
+
+    shape: tuple[int, ...]
+
+    def __new__(cls, shape: tuple[int, ...]) -> Size:
+        """The number of elements of this shape."""
+        size = super().__new__(cls, math.prod(shape))
+        size.shape = shape
+        return size
 
 
 class AbstractEvent(NamedTuple):
@@ -59,13 +74,24 @@ class ListOp(NamedTuple):
     """Each list appears as one tensor with :data:`FRAGMENT` as its shape."""
 
 
+class Counted(NamedTuple):
+    """An event on a tensor that has one element per fragment."""
+
+    names: tuple[tuple, ...]
+    event: Row
+    signature: OpSignature | None
+    """KERNEL: the op, with :data:`_COUNT` as the shape of such tensors."""
+    itemsize: int
+    """ALLOC: bytes per element."""
+
+
 class Literal(NamedTuple):
     """An event that does not depend on the fragments."""
 
     event: Row
 
 
-Item = Loop | ListOp | Literal
+Item = Loop | ListOp | Counted | Literal
 
 
 class Tables:
@@ -74,6 +100,12 @@ class Tables:
     def __init__(self, signatures: Sequence[OpSignature]) -> None:
         self.signatures = list(signatures)
         self._index = {_key(s): i for i, s in enumerate(self.signatures)}
+
+    def copy(self) -> Tables:
+        """Tables that grow on their own."""
+        tables = Tables(())
+        tables.signatures, tables._index = list(self.signatures), dict(self._index)
+        return tables
 
     def index(self, signature: OpSignature) -> int:
         """Index of a signature, appended if it is new."""
@@ -96,6 +128,14 @@ def parse(
     return parser.follow(pattern) if pattern else parser.find()
 
 
+def parse_joined(
+    rows: Sequence[Row], signatures: Sequence[OpSignature], lists: Lists, *, max_block: int
+) -> list[Item]:
+    """As :func:`parse` without a pattern, of an optimizer that joins what its loops make by ``cat``, and whose loops
+    have up to ``max_block`` events a turn."""
+    return _Parser(rows, signatures, lists, max_block=max_block, joins=True).find()
+
+
 def issue(items: Sequence[Item], lists: Lists, tables: Tables, first_id: int) -> list[Row]:
     """The stretch of events for these lists. New allocations are numbered from ``first_id``.
 
@@ -112,6 +152,14 @@ def issue(items: Sequence[Item], lists: Lists, tables: Tables, first_id: int) ->
             if sizes:
                 kind, flags, stream, _, value = item.event
                 out.append((kind, flags, stream, tables.index(_spread(item.signature, sizes)), value))
+            continue
+        if isinstance(item, Counted):
+            kind, flags, stream, ref, _ = item.event
+            if item.signature is None:
+                out.append((kind, flags, stream, ref, item.itemsize * len(sizes)))
+            else:
+                signature = _with_count(item.signature, len(sizes))
+                out.append((kind, flags, stream, tables.index(signature), item.event[4]))
             continue
         turns = range(len(sizes))
         if item.backward is None and len(sizes) > 1:
@@ -184,10 +232,22 @@ def _block_key(loop: Loop) -> tuple:
 
 
 class _Parser:
-    def __init__(self, rows: Sequence[Row], signatures: Sequence[OpSignature], lists: Lists) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        signatures: Sequence[OpSignature],
+        lists: Lists,
+        *,
+        max_block: int = _MAX_BLOCK,
+        joins: bool = False,
+    ) -> None:
         self._rows = rows
         self._signatures = signatures
         self._lists = lists
+        self._max_block = max_block
+        self._joins = joins
+        self._joined: tuple[tuple[tuple, ...], int, str] | None = None
+        """Of the last ``cat`` of results: lists, how many there are, dtype."""
         by_sizes: dict[tuple[int, ...], list[tuple]] = {}
         for name, sizes in lists.items():
             by_sizes.setdefault(sizes, []).append(name)
@@ -200,9 +260,9 @@ class _Parser:
         """Look for loops: at each place the one that covers most events."""
         at = 0
         while at < len(self._rows):
-            found = self._list_op(at) or self._loop(at)
+            found = (self._join(at) if self._joins else self._list_op(at)) or self._loop(at)
             if found is None:
-                self._items.append(Literal(self._rows[at]))
+                self._items.append(self._counted(at) or Literal(self._rows[at]))
                 at += 1
             else:
                 item, length = found
@@ -211,6 +271,60 @@ class _Parser:
                 self._items.append(item)
                 at += length
         return self._items
+
+    def _join(self, at: int) -> tuple[ListOp, int] | None:
+        """A ``cat`` of the fragments, or of what the loop just before made of each of several."""
+        kind, _, _, ref, _ = row = self._rows[at]
+        if kind != EventKind.KERNEL or self._signatures[ref].op != "aten::cat":
+            return None
+        signature = self._signatures[ref]
+        for sizes, names in sorted(self._by_sizes.items(), key=lambda item: -len(item[0])):
+            inputs = _gather_tensors(signature.inputs, sizes) if sizes else None
+            if inputs is None or len(inputs) != 1:
+                continue
+            count = len(sizes)
+            if inputs[0].shape != (FRAGMENT,):
+                before = self._before()
+                if count == 1 or not isinstance(before, Loop) or not _depends(before.block):
+                    continue
+                if _resolve(before.names, self._lists) != sizes:
+                    continue
+                names = list(before.names)
+                self._joined = tuple(names), count, signature.outputs[0].dtype
+            joined = msgspec.structs.replace(signature, inputs=inputs)
+            if inputs[0].shape != (FRAGMENT,):
+                self._count_allocation(signature)
+                joined = _map_outputs(joined, lambda t, n=count: _without_count(t, n))
+            return ListOp(tuple(names), row, joined), 1
+        return None
+
+    def _before(self) -> Item | None:
+        """The item before, but for allocations and host events."""
+        free = (EventKind.HOST, EventKind.ALLOC)
+        return next(
+            (i for i in reversed(self._items) if not isinstance(i, Literal) or i.event[0] not in free), None
+        )
+
+    def _counted(self, at: int) -> Counted | None:
+        """An op on the joined results."""
+        kind, _, _, ref, _ = row = self._rows[at]
+        if self._joined is None or kind != EventKind.KERNEL:
+            return None
+        names, count, dtype = self._joined
+        signature = self._signatures[ref]
+        if not any(t.shape == (count,) and t.dtype == dtype for t in (*signature.inputs, *signature.outputs)):
+            return None
+        self._count_allocation(signature)
+        return Counted(names, row, _map_tensors(signature, lambda t: _without_count(t, count)), 0)
+
+    def _count_allocation(self, signature: OpSignature) -> None:
+        """The allocation just before is of this op's result, one element per fragment."""
+        names, count, _ = self._joined
+        last = self._items[-1] if self._items else None
+        sized = [t for t in signature.outputs if t.shape == (count,)]
+        allocates = isinstance(last, Literal) and last.event[0] == EventKind.ALLOC
+        if sized and allocates and last.event[4] == sized[0].nbytes:
+            self._items[-1] = Counted(names, last.event, None, sized[0].nbytes // count)
 
     def follow(self, pattern: Sequence[Item]) -> list[Item]:
         """Read the stretch item by item as the pattern says."""
@@ -313,7 +427,10 @@ class _Parser:
         covers most events."""
         best: tuple[tuple[bool, int], Loop] | None = None
         for sizes, names in self._by_sizes.items():
-            for length in range(1, _MAX_BLOCK + 1) if sizes else ():
+            longest = (
+                self._max_block if len(sizes) > 1 else len(sizes)
+            )  # one turn does not show where it ends
+            for length in range(1, longest + 1):
                 covered = length * len(sizes)
                 if at + covered > len(self._rows) or (best is not None and (True, covered) <= best[0]):
                     continue
@@ -334,6 +451,8 @@ class _Parser:
             if len(sizes) > 1 and not depends:
                 # Nothing here tells the list but the loop before it.
                 before = self._items[max(frees)] if frees else self._loop_before()
+                if self._joins and not frees:
+                    continue
                 if before is not None and len(_resolve(before.names, self._lists)) == len(sizes):
                     return Loop(before.names, block, backward)
             if len(sizes) == 1 and length == 1 and frees:
@@ -397,17 +516,12 @@ class _Parser:
                 if targets:
                     return None
             elif kind == EventKind.KERNEL:
-                seen = {
-                    _key(_without_size(self._signatures[row[3]], n)): row[3]
-                    for row, n in zip(column, _turned(sizes, backward), strict=True)
-                }
-                if len(seen) != 1:
-                    seen = {_key(self._signatures[row[3]]): row[3] for row in column}
-                    if len(seen) != 1:
+                ops = [self._signatures[row[3]] for row in column]
+                what = _without_sizes(ops, _turned(sizes, backward))
+                if what is None:
+                    if len({_key(op) for op in ops}) != 1:
                         return None
-                    what = self._signatures[column[0][3]]
-                else:
-                    what = _without_size(self._signatures[column[0][3]], _turned(sizes, backward)[0])
+                    what = ops[0]
             else:
                 if len({row[3:] for row in column}) != 1:
                     return None
@@ -470,20 +584,70 @@ def _map_tensors(signature: OpSignature, change) -> OpSignature:
     )
 
 
-def _without_size(signature: OpSignature, numel: int) -> OpSignature:
-    return _map_tensors(
-        signature, lambda t: TensorSpec(t.dtype, (FRAGMENT,), t.strides) if t.shape == (numel,) else t
-    )
+def _map_outputs(signature: OpSignature, change) -> OpSignature:
+    return msgspec.structs.replace(signature, outputs=tuple(change(t) for t in signature.outputs))
 
 
-def _with_size(signature: OpSignature, numel: int) -> OpSignature:
-    return _map_tensors(
-        signature, lambda t: TensorSpec(t.dtype, (numel,), t.strides) if t.shape == (FRAGMENT,) else t
+def _shape(size: int) -> tuple[int, ...]:
+    return size.shape if isinstance(size, Size) else (size,)
+
+
+def _without_sizes(ops: Sequence[OpSignature], sizes: Sequence[int]) -> OpSignature | None:
+    """One signature for the same op on fragments of these sizes; None where the ops differ in more."""
+    first = ops[0]
+    if any(_key(_without_shapes(op)) != _key(_without_shapes(first)) for op in ops[1:]):
+        return None
+    inputs, outputs = (
+        [_without_size(tensors, sizes) for tensors in zip(*columns, strict=True)]
+        for columns in ([op.inputs for op in ops], [op.outputs for op in ops])
     )
+    if None in inputs or None in outputs:
+        return None
+    return msgspec.structs.replace(first, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def _without_size(tensors: Sequence[TensorSpec], sizes: Sequence[int]) -> TensorSpec | None:
+    first = tensors[0]
+    flat = all(t.shape == (n,) for t, n in zip(tensors, sizes, strict=True))
+    shaped = all(t.shape == _shape(n) for t, n in zip(tensors, sizes, strict=True))
+    if flat or shaped:
+        mark = FRAGMENT if flat and shaped else _FLAT if flat else _SHAPED
+        return TensorSpec(first.dtype, (mark,), first.strides)
+    return first if all(t.shape == first.shape for t in tensors) else None
+
+
+def _without_shapes(signature: OpSignature) -> OpSignature:
+    return _map_tensors(signature, lambda t: TensorSpec(t.dtype, (), t.strides))
+
+
+def _with_size(signature: OpSignature, size: int) -> OpSignature:
+    def fill(t: TensorSpec) -> TensorSpec:
+        if t.shape == (FRAGMENT,) and len(_shape(size)) != 1:
+            raise CannotDeriveError("whether a whole parameter keeps its shape was not seen")
+        if t.shape in ((FRAGMENT,), (_FLAT,)):
+            return TensorSpec(t.dtype, (int(size),), t.strides)
+        return TensorSpec(t.dtype, _shape(size), t.strides) if t.shape == (_SHAPED,) else t
+
+    return _map_tensors(signature, fill)
 
 
 def _has_fragment(signature: OpSignature) -> bool:
-    return any(t.shape == (FRAGMENT,) for t in (*signature.inputs, *signature.outputs))
+    marks = ((FRAGMENT,), (_FLAT,), (_SHAPED,))
+    return any(t.shape in marks for t in (*signature.inputs, *signature.outputs))
+
+
+_COUNT = -5
+"""Stands for the number of fragments in the shape of a tensor."""
+
+
+def _without_count(t: TensorSpec, count: int) -> TensorSpec:
+    return TensorSpec(t.dtype, (_COUNT,), t.strides) if t.shape == (count,) else t
+
+
+def _with_count(signature: OpSignature, count: int) -> OpSignature:
+    return _map_tensors(
+        signature, lambda t: TensorSpec(t.dtype, (count,), t.strides) if t.shape == (_COUNT,) else t
+    )
 
 
 _CONSTANT = -2
@@ -509,8 +673,8 @@ def _gather_tensors(tensors: tuple[TensorSpec, ...], sizes: tuple[int, ...]) -> 
             return None
         if all(t.shape == (n,) for t, n in zip(run, sizes, strict=True)):
             gathered.append(TensorSpec(run[0].dtype, (FRAGMENT,), run[0].strides))
-        elif len({t.shape for t in run}) == 1 and len(run[0].shape) == 0:
-            gathered.append(TensorSpec(run[0].dtype, (_CONSTANT,), run[0].strides))
+        elif len({t.shape for t in run}) == 1 and math.prod(run[0].shape) == 1:
+            gathered.append(TensorSpec(run[0].dtype, (_CONSTANT, *run[0].shape), run[0].strides))
         else:
             return None
     return tuple(gathered)
@@ -520,8 +684,11 @@ def _spread(signature: OpSignature, sizes: tuple[int, ...]) -> OpSignature:
     def spread(tensors: tuple[TensorSpec, ...]) -> Iterator[TensorSpec]:
         for t in tensors:
             for n in sizes:
-                yield TensorSpec(t.dtype, (n,) if t.shape == (FRAGMENT,) else (), t.strides)
+                yield TensorSpec(t.dtype, (int(n),) if t.shape == (FRAGMENT,) else t.shape[1:], t.strides)
 
+    if signature.op == "aten::cat":
+        joined = msgspec.structs.replace(signature, inputs=tuple(spread(signature.inputs)))
+        return _with_count(joined, len(sizes))
     return msgspec.structs.replace(
         signature, inputs=tuple(spread(signature.inputs)), outputs=tuple(spread(signature.outputs))
     )

@@ -78,6 +78,31 @@ class OptimizerShard(msgspec.Struct, frozen=True, kw_only=True):
     others by the loops that copy gradients and parameters, and first in their group everywhere else."""
 
 
+class PartitionFragment(msgspec.Struct, frozen=True, array_like=True):
+    """The stretch of one parameter that lies in a partition of a flat buffer."""
+
+    group: int
+    """Parameter group, each with a buffer of its own."""
+    parameter: int
+    start: int
+    """First element, of the parameter."""
+    numel: int
+
+
+class FlatPartitions(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters laid end to end in flat buffers that are cut into equal partitions, one a data-parallel rank."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    """Of each parameter, in the order in which the buckets of a :class:`SliceReport` number them."""
+    uncounted: tuple[int, ...] = ()
+    """Parameters whose gradients the ranks of this slice's role leave out of the gradient norm."""
+    sizes: tuple[int, ...]
+    """Elements of a partition, by group."""
+    owned: tuple[tuple[PartitionFragment, ...], ...]
+    """What a rank of each kind (see :attr:`JobFacts.shard_kinds`) owns, in the order of the buffers. What a partition
+    has beyond is padding at its end."""
+
+
 class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a pipeline stage holds and in which order it works, told by the framework itself."""
 
@@ -108,6 +133,8 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     kind_of: tuple[int, ...] = ()
     """Index into ``shard_kinds`` of each rank of a dp x cp group of this slice's own stage, members ascending. Ranks of
     equal kind run equal programs. Empty: all do."""
+    partitions: FlatPartitions | None = None
+    """Where the kinds are partitions of flat buffers: what the programs of other kinds are derived from."""
     stage_headers: bool = False
     """A stage tells the next one shapes of what it will send: a slice needs the journal of the stage before it."""
     tokens_per_iteration: int = 0
@@ -160,6 +187,9 @@ class SliceReport(msgspec.Struct, kw_only=True):
     timers: tuple[tuple[str, int, int], ...] = ()
     """Spans that the framework's own timers measured in the last iteration: (name, ordinal of the EVENT_RECORD that
     begins it, of the one that ends it)."""
+    gradient_buckets: tuple[tuple[int, ...], ...] = ()
+    """Parameters whose gradients are reduced together, bucket after bucket of the last iteration; see
+    :class:`FlatPartitions`."""
     log_lines: tuple[str, ...] = ()
     """The framework's own per-iteration log lines, as printed."""
     cached: bool = False

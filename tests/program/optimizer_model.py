@@ -51,7 +51,9 @@ def cut_into_shards(
     return tuple(shards)
 
 
-class _Writer:
+class Writer:
+    """Writes events and interns signatures."""
+
     def __init__(self, first_id: int) -> None:
         self.rows: list[tuple] = []
         self.signatures: list[OpSignature] = []
@@ -83,7 +85,7 @@ def step_program(
     shards: RankShards, *, rank: int, tp_first: bool, num_ranks: int, first_id: int = 0
 ) -> Program:
     """The program of an iteration that is nothing but an optimizer step."""
-    w = _Writer(first_id + 500)
+    w = Writer(first_id + 500)
     w.rows.append((EventKind.PHASE_BEGIN, 0, 0, 0, 0))
     flag = w.alloc(4)
     w.op("zero_", [(1,)], [(1,)])
