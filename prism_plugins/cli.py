@@ -28,6 +28,7 @@ examples:
   prism ops latest --rank 513 --comm      every collective of rank 513, sliced or inferred
   prism ops latest --rank 0 --phase optimizer --json | jq .duration_us
   prism trace latest --ranks 0-7,512      Kineto traces for Perfetto, HTA and TensorBoard
+  prism report latest                     the HTML report again
   prism what-if latest --cluster dgx-b200 the same job on another cluster
   prism cluster list                      clusters that ship with prism
   prism doctor                            is this machine ready to emulate?
@@ -72,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
         cli_doctor,
         cli_ops,
         cli_setup_te,
+        cli_report,
         cli_show,
         cli_trace,
         cli_what_if,
@@ -79,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     for module in (
         cli_show,
+        cli_report,
         cli_ops,
         cli_trace,
         cli_what_if,

@@ -28,6 +28,8 @@ from prism_plugins.physical import (
 from prism_plugins.predict import Evidence, predict, predict_memory
 from prism_plugins.program.slices import JobFacts
 from prism_plugins.progress import Progress
+from prism_plugins.report.html import write_report
+from prism_plugins.report.insight import look_into, with_insight
 from prism_plugins.rundir import RunDir, create
 from prism_plugins.script import check_script
 from prism_plugins.slice_plan import check_facts, plan_audited, plan_slices
@@ -120,6 +122,12 @@ def conduct(job: Job) -> int:
             timeline=timeline,
             gpu=cluster.gpu_facts(),
             gpus_per_node=cluster.gpus_per_node,
+        )
+        insight = look_into(view) if timeline is not None else None
+        if insight is not None:
+            prediction = with_insight(prediction, view, insight)
+        write_report(
+            rundir.report, prediction, title=job.argv[0], view=view, insight=insight, cluster=cluster
         )
         emit_all(rundir, prediction, view=view, log_lines=log_lines)
     return 1 if differences else 0

@@ -106,6 +106,7 @@ def predict(evidence: Evidence) -> Prediction:
     layout = msgspec.structs.asdict(facts.layout)
     world = facts.layout.world_size
     seconds = timeline.iteration_time_ns / 1e9 if timeline is not None else 0.0
+    tflops = _rate(model_flops(facts, evidence.reports) / 1e12, seconds * world)
     host = host_memory_of_node(
         evidence.programs.classes,
         evidence.reports,
@@ -122,7 +123,8 @@ def predict(evidence: Evidence) -> Prediction:
         cost_model=evidence.costs.name,
         iteration_time_ms=seconds * 1e3,
         tokens_per_s_per_gpu=_rate(facts.tokens_per_iteration, seconds * world),
-        tflops_per_gpu=_rate(model_flops(facts, evidence.reports) / 1e12, seconds * world),
+        tflops_per_gpu=tflops,
+        mfu=_mfu(tflops, evidence.cluster),
         samples_per_s=_rate(facts.samples_per_iteration, seconds),
         timers_ms=dict(evidence.timers_ms),
         logging_rank=evidence.logging_rank,
@@ -152,6 +154,12 @@ _NO_TIME = Breakdown(compute=0.0, exposed_communication=0.0, bubble=0.0, host=0.
 
 def _rate(amount: float, seconds: float) -> float | None:
     return amount / seconds if amount and seconds else None
+
+
+def _mfu(tflops: float | None, cluster: Cluster) -> float | None:
+    """Model FLOPs utilisation against the data sheet's dense bf16 peak, whatever precision the job computes in."""
+    peak = cluster.gpu.peak_flops.get("bfloat16")
+    return tflops * 1e12 / peak if tflops and peak else None
 
 
 def _slice(rank: int, report: SliceReport) -> SliceSummary:

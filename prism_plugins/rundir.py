@@ -75,6 +75,7 @@ class RunDir:
         self.prediction = self.path / "prediction.json"
         self.predicted_log = self.path / "predicted.log"
         self.kineto = self.path / "kineto"
+        self.report = self.path / "report.html"
 
     def slice(self, rank: int) -> SliceDir:
         """Where one rank's slice lies."""
@@ -86,7 +87,13 @@ class RunDir:
 
     def clear(self) -> None:
         """Remove what an earlier run left, so that nothing old is taken for new."""
-        for file in (self.run, self.prediction, self.predicted_log, *self.kineto.glob("rank*.json.gz")):
+        for file in (
+            self.run,
+            self.prediction,
+            self.predicted_log,
+            self.report,
+            *self.kineto.glob("rank*.json.gz"),
+        ):
             file.unlink(missing_ok=True)
         if self.slices.exists():
             shutil.rmtree(self.slices)

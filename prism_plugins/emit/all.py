@@ -60,6 +60,8 @@ def emit_all(
 def written_files(rundir: RunDir) -> list[tuple[str, str]]:
     """(what, where) of the outputs that exist, and the commands that make more."""
     files = [("prediction", _shown(rundir.prediction))]
+    if rundir.report.exists():
+        files.append(("report", _shown(rundir.report)))
     if rundir.predicted_log.exists():
         files.append(("predicted log", _shown(rundir.predicted_log)))
     traced = [

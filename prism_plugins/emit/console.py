@@ -19,6 +19,7 @@ WIDTH_WITHOUT_TERMINAL = 110
 MAX_ASSUMPTIONS = 12
 MAX_UNPRICED = 8
 MAX_FINDINGS = 12
+MAX_OPPORTUNITIES = 3
 _LABEL_WIDTH = 12
 _BAR_CELLS = 24
 _GIB = 2**30
@@ -64,9 +65,11 @@ def summary(prediction: Prediction, *, files: Sequence[tuple[str, str]] = ()) ->
     rows.add_column(style="bold", width=_LABEL_WIDTH, no_wrap=True)
     rows.add_column(ratio=1, overflow="fold")
     rows.add_row("Job", _job(prediction))
-    rows.add_row("Verdict", _verdict(prediction))
+    rows.add_row("Verdict", verdict(prediction))
     rows.add_row("Iteration", _speed(prediction))
     rows.add_row("Time", _breakdown(prediction))
+    if prediction.opportunities:
+        rows.add_row("Fix first", _opportunities(prediction))
     rows.add_row("Memory", _memory(prediction))
     if prediction.host_memory is not None:
         rows.add_row("Host memory", _host_memory(prediction.host_memory))
@@ -114,7 +117,7 @@ def _job(p: Prediction) -> Text:
     )
 
 
-def _verdict(p: Prediction) -> Text:
+def verdict(p: Prediction) -> Text:
     """Does it run, can the answer be trusted, does it fit: each from the findings."""
     ranks_of: dict[tuple[str, str], list[str]] = {}
     for finding in p.findings:
@@ -154,13 +157,20 @@ def _speed(p: Prediction) -> Text:
     if not p.iteration_time_ms:
         return Text("not predicted: the job would not run")
     parts = [milliseconds(p.iteration_time_ms)]
+    if p.expected_error.fraction is not None:
+        parts[0] += f" ± {100 * p.expected_error.fraction:.0f} %"
     if p.tokens_per_s_per_gpu is not None:
         parts.append(f"{p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU")
     elif p.samples_per_s is not None:
         parts.append(f"{p.samples_per_s:,.1f} samples/s")
     if p.tflops_per_gpu is not None:
         parts.append(f"{p.tflops_per_gpu:,.1f} TFLOP/s/GPU")
-    return Text("   ".join(parts), style="bold")
+    if p.mfu is not None:
+        parts.append(f"MFU {100 * p.mfu:.1f} %")
+    text = Text("   ".join(parts), style="bold")
+    if p.expected_error.fraction is None and p.expected_error.basis:
+        text.append(f"\nexpected error unknown: {p.expected_error.basis}", style="not bold yellow")
+    return text
 
 
 def _breakdown(p: Prediction) -> RenderableType:
@@ -183,7 +193,25 @@ def _breakdown(p: Prediction) -> RenderableType:
     for name, value in parts:
         share = value / total
         table.add_row(name, milliseconds(value), f"{100 * share:.1f} %", "▇" * round(_BAR_CELLS * share))
-    return Group(Text(f"of the slowest rank, {p.slowest_rank}"), table)
+    exposed = [
+        f"{dims} {milliseconds(ms)}" for dims, ms in p.exposed_communication_ms.items() if ms >= 0.0005
+    ]
+    by_group = [Text("transfers that no kernel hides, by group: " + ", ".join(exposed))] if exposed else []
+    return Group(Text(f"of the slowest rank, {p.slowest_rank}"), table, *by_group)
+
+
+def _opportunities(p: Prediction) -> RenderableType:
+    """What costs most, and what an iteration without it would save."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for o in p.opportunities[:MAX_OPPORTUNITIES]:
+        share = f"{100 * o.gain_ms / max(p.iteration_time_ms, 1e-9):.1f} %"
+        text = Text(o.what, style="bold")
+        text.append(f": {o.advice} ({o.method})", style="not bold")
+        table.add_row(f"≤ {milliseconds(o.gain_ms)}", share, text)
+    return table
 
 
 def _memory(p: Prediction) -> RenderableType:

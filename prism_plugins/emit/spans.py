@@ -80,8 +80,12 @@ def device_spans(program: Program, times: OpTimes) -> DeviceSpans:
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
     by_work = np.argsort(inverse, kind="stable")
-    groups = np.split(comm_rows[by_work], np.cumsum(np.bincount(inverse, minlength=num_works))[:-1])
-    members = {int(position[len(kernel_rows) + w]): group for w, group in enumerate(groups) if len(group) > 1}
+    counts = np.bincount(inverse, minlength=num_works)
+    last = np.cumsum(counts)
+    members = {
+        int(position[len(kernel_rows) + w]): comm_rows[by_work[last[w] - counts[w] : last[w]]]
+        for w in np.flatnonzero(counts > 1).tolist()
+    }
     return DeviceSpans(
         row=rows[order],
         start_ns=np.concatenate((times.start_ns[kernel_rows], comm_start))[order],

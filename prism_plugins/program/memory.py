@@ -199,6 +199,27 @@ def categories_at(program: Program, row: int) -> dict[str, int]:
     Any other is ``temporary`` if its own phase frees it, a communication buffer if a send/receive phase made it, ``other`` if the optimizer or the gradient
     synchronisation made it and keeps it, else an activation.
     """
+    found = category_of_allocations(program, row)
+    totals: dict[str, int] = {}
+    for category, nbytes in zip(found.category, found.nbytes.tolist(), strict=True):
+        totals[category] = totals.get(category, 0) + nbytes
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+class Allocations(NamedTuple):
+    """Allocations of a program: initial ones first, then those of the iteration in order; arrays of one length."""
+
+    category: list[str]
+    nbytes: np.ndarray
+    """Requested."""
+    born: np.ndarray
+    """Row of the event; -1 for what was live at the start."""
+    died: np.ndarray
+    """Row of its FREE; the number of events for what stays."""
+
+
+def category_of_allocations(program: Program, live_after: int | None = None) -> Allocations:
+    """All allocations with their category, or those live after event ``live_after``; see :func:`categories_at`."""
     events = program.events
     ids, sizes = _requests(program)
     num_initial = len(program.initial)
@@ -209,16 +230,14 @@ def categories_at(program: Program, row: int) -> dict[str, int]:
     frees = np.flatnonzero(events["kind"] == EventKind.FREE)
     ordinals = _ordinals_of(ids, events["ref"][frees].astype(np.int64))
     died[ordinals[ordinals >= 0]] = frees[ordinals >= 0]
-    live = np.flatnonzero((born <= row) & (died > row))
-    phase_of = _phase_index(program)
-    totals: dict[str, int] = {}
-    for ordinal in live.tolist():
-        if ordinal < num_initial:
-            category = str(program.initial[ordinal].category)
-        else:
-            category = _category(program, phase_of, int(born[ordinal]), int(died[ordinal]))
-        totals[category] = totals.get(category, 0) + int(sizes[ordinal])
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+    chosen = np.arange(len(ids))
+    if live_after is not None:
+        chosen = np.flatnonzero((born <= live_after) & (died > live_after))
+    initial = chosen[chosen < num_initial]
+    later = chosen[chosen >= num_initial]
+    category = [str(program.initial[i].category) for i in initial.tolist()]
+    category += _categories(program, born[later], died[later])
+    return Allocations(category, sizes[chosen], born[chosen], died[chosen])
 
 
 def memory_findings(classes: Iterable[ClassMemory]) -> list[Finding]:
@@ -332,16 +351,30 @@ def _phase_index(program: Program) -> np.ndarray:
     return np.where(last >= 0, value[last], -1) if len(marks) else np.full(len(kind), -1, np.int64)
 
 
-def _category(program: Program, phase_of: np.ndarray, born: int, died: int) -> str:
-    told = category_of_flag(int(program.events["flags"][born]))
-    if told is not None:
-        return str(told)
-    index = int(phase_of[born])
-    kind = program.phases[index].kind if index >= 0 else ""
-    if kind.startswith(("recv", "send")):
-        return str(MemoryCategory.COMMUNICATION)
-    if died < len(phase_of) and phase_of[died] == index:
-        return str(MemoryCategory.TEMPORARY)
-    if kind in ("optimizer", "grad_sync"):
-        return str(MemoryCategory.OTHER)
-    return str(MemoryCategory.ACTIVATIONS)
+def _categories(program: Program, born: np.ndarray, died: np.ndarray) -> list[str]:
+    """Category of allocations of the iteration by the rows of their ALLOC and FREE, shape (n,) each."""
+    phase_of = _phase_index(program)
+    phase = phase_of[born]
+    p2p, late = (
+        np.array([test(p.kind) for p in program.phases] + [False])[phase]
+        for test in (
+            lambda kind: kind.startswith(("recv", "send")),
+            lambda kind: kind in ("optimizer", "grad_sync"),
+        )
+    )
+    freed_in = np.append(phase_of, -2)[died]
+    untold = np.where(
+        p2p,
+        MemoryCategory.COMMUNICATION.value,
+        np.where(
+            freed_in == phase,
+            MemoryCategory.TEMPORARY.value,
+            np.where(late, MemoryCategory.OTHER.value, MemoryCategory.ACTIVATIONS.value),
+        ),
+    )
+    flags = program.events["flags"][born]
+    names = {flag: category_of_flag(flag) for flag in np.unique(flags).tolist()}
+    for flag, category in names.items():
+        if category is not None:
+            untold = np.where(flags == flag, category.value, untold)
+    return untold.tolist()

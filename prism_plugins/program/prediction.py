@@ -105,6 +105,29 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     """Largest error of an approximated rank's peak memory, as a fraction."""
 
 
+class Opportunity(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that costs time, and what an iteration without it would save."""
+
+    what: str
+    advice: str
+    """What usually helps."""
+    gain_ms: float
+    """Of the iteration time, if it cost nothing: an upper bound of what a change can bring."""
+    method: str
+    """How the gain was found: ``re-simulated`` without it, its time on the ``critical path``, or the slowest rank's
+    ``breakdown``."""
+
+
+class ExpectedError(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the iteration time may be off, from the errors that were measured for its parts."""
+
+    fraction: float | None = None
+    """Sum over the slowest rank's time of the median error of what priced it; None where too much of it was never
+    compared with a measurement."""
+    basis: str = ""
+    """Where it comes from, or why there is none."""
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """See the module docstring."""
 
@@ -120,6 +143,14 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     iteration_time_ms: float
     tokens_per_s_per_gpu: float | None
     tflops_per_gpu: float | None
+    mfu: float | None = None
+    """Model FLOP/s over the data sheet's dense bf16 peak, a fraction; None where either is unknown."""
+    expected_error: ExpectedError = ExpectedError()
+    exposed_communication_ms: dict[str, float] = {}
+    """By the parallel dimensions of the group (``tp``, ``dp``, …): transfers of the slowest rank beside which it computes
+    nothing. Transfers of two groups at once count for both; waiting for other members does not count."""
+    opportunities: tuple[Opportunity, ...] = ()
+    """Largest gain first."""
     samples_per_s: float | None = None
     """Of the whole job, where the framework told the batch size."""
     timers_ms: dict[str, tuple[float, ...]] = {}

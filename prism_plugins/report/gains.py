@@ -1,0 +1,186 @@
+"""What to change first: each gain found by simulating the job without the cost in question, or by the critical path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from prism_plugins.costs.base import CostModel, Interference, Price
+from prism_plugins.costs.families import family_of
+from prism_plugins.emit.job_view import JobView
+from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.model import CommSignature, OpSignature
+from prism_plugins.program.prediction import Breakdown, Finding, Opportunity
+from prism_plugins.report.critical_path import CriticalPath
+from prism_plugins.report.groups import dims_of
+
+RESIMULATE_WITHIN_S = 1.0
+"""Jobs that simulate faster than this are simulated again for each candidate."""
+MAX_CANDIDATES = 5
+_WORTH = 0.005
+"""Of the iteration; less is not shown."""
+
+_FAMILIES = {
+    "softmax": (
+        ("softmax_forward", "softmax_backward"),
+        "a fused attention kernel (flash attention) keeps it on chip",
+    ),
+    "element-wise ops, copies and fills": (
+        ("elementwise", "copy", "cat", "fill", "dropout", "fused"),
+        "fuse them: Transformer Engine, torch.compile, or the framework's fused kernels",
+    ),
+    "norms": (("norm_forward", "norm_backward"), "fused or persistent norm kernels"),
+    "embedding, routing and sorting": (
+        ("gather", "scatter", "sort", "scan"),
+        "fused permutation kernels",
+    ),
+}
+_COMMUNICATION = {
+    "tp": "sequence parallelism, overlap of tensor-parallel communication, or a smaller tp",
+    "dp": "overlap of gradient reduction and parameter gathering, or more micro-batches an iteration",
+    "pp": "overlap of sends with compute, or fewer stages",
+    "ep": "overlap of expert communication, or experts inside a node",
+    "cp": "overlap of the ring with attention, or a smaller cp",
+}
+
+
+class Altered:
+    """A cost model with some prices changed."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        *,
+        op: Callable[[OpSignature, Price], Price] = lambda _, price: price,
+        comm: Callable[[tuple[int, ...], Price], Price] = lambda _, price: price,
+    ) -> None:
+        self.name = costs.name
+        self.interference: Interference | None = costs.interference
+        self._costs = costs
+        self._op, self._comm = op, comm
+
+    def price_op(self, signature: OpSignature) -> Price:
+        """Price a device op."""
+        return self._op(signature, self._costs.price_op(signature))
+
+    def price_comm(self, comm: CommSignature, ranks: tuple[int, ...], rank: int) -> Price:
+        """Price a collective or p2p call."""
+        return self._comm(ranks, self._costs.price_comm(comm, ranks, rank))
+
+    def in_state_of(self, signatures: list[OpSignature]) -> CostModel:
+        """The altered model at the clocks of these ranks."""
+        return Altered(self._costs.in_state_of(signatures), op=self._op, comm=self._comm)
+
+    def settle(self, job: JobPrograms) -> None:
+        """Clocks stay as the unchanged job settled."""
+
+    def assumptions(self) -> tuple[str, ...]:
+        """Those of the model."""
+        return self._costs.assumptions()
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Those of the model."""
+        return self._costs.findings()
+
+
+class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    what: str
+    advice: str
+    on_path_ms: float
+    alter: Callable[[CostModel], Altered] | None
+
+
+def opportunities(view: JobView, path: CriticalPath, breakdown: Breakdown) -> tuple[Opportunity, ...]:
+    """What the iteration could save, largest gain first; nothing that saves less than half a per cent."""
+    total_ms = view.timeline.iteration_time_ns / 1e6
+    candidates = [c for c in _candidates(view, path) if c.on_path_ms > _WORTH * total_ms]
+    candidates.sort(key=lambda c: -c.on_path_ms)
+    again = view.timeline.seconds <= RESIMULATE_WITHIN_S
+    found = []
+    for candidate in candidates[:MAX_CANDIDATES]:
+        gain, method = candidate.on_path_ms, "critical path"
+        if again and candidate.alter is not None:
+            gain, method = total_ms - _simulated_ms(view, candidate.alter(view.costs)), "re-simulated"
+        found.append(Opportunity(what=candidate.what, advice=candidate.advice, gain_ms=gain, method=method))
+    if breakdown.bubble > _WORTH * total_ms and view.job.layout.pp > 1:
+        found.append(
+            Opportunity(
+                what="pipeline bubble",
+                advice="more micro-batches, interleaved stages (vpp), evenly loaded stages, or fewer of them",
+                gain_ms=breakdown.bubble,
+                method="breakdown",
+            )
+        )
+    found.sort(key=lambda o: -o.gain_ms)
+    return tuple(o for o in found if o.gain_ms > _WORTH * total_ms)
+
+
+def _candidates(view: JobView, path: CriticalPath) -> Iterable[_Candidate]:
+    for name, ms in path.by_kind_ms.items():
+        kind, _, dims = name.partition(" ")
+        if kind == "communication":
+            advice = "; ".join(_COMMUNICATION[d] for d in dims.split("+") if d in _COMMUNICATION)
+            yield _Candidate(
+                what=f"{dims} communication",
+                advice=advice or "overlap it with compute",
+                on_path_ms=ms,
+                alter=lambda costs, dims=dims: Altered(costs, comm=_free_comm(view, dims)),
+            )
+        elif kind == "host":
+            yield _Candidate(
+                what="the host that issues kernels",
+                advice="fewer, larger kernels: fusion, CUDA graphs, a larger micro-batch; a faster host",
+                on_path_ms=ms,
+                alter=lambda costs: Altered(costs, op=_no_host, comm=lambda _, price: _no_host(None, price)),
+            )
+        elif kind == "optimizer":
+            yield _Candidate(
+                what="optimizer step",
+                advice="a distributed or fused optimizer",
+                on_path_ms=ms,
+                alter=None,
+            )
+    for what, (families, advice) in _FAMILIES.items():
+        ms = sum(path.by_family_ms.get(family, 0.0) for family in families)
+        yield _Candidate(
+            what=what,
+            advice=advice,
+            on_path_ms=ms,
+            alter=lambda costs, families=families: Altered(costs, op=_free_ops(families)),
+        )
+
+
+def _simulated_ms(view: JobView, costs: Altered) -> float:
+    from prism_plugins.simulate.engine import Simulation
+
+    kept = Simulation.last
+    try:
+        return Simulation(view.job, costs).timeline.iteration_time_ns / 1e6
+    finally:
+        Simulation.last = kept
+
+
+def _free_comm(view: JobView, dims: str) -> Callable[[tuple[int, ...], Price], Price]:
+    known: dict[tuple[int, ...], bool] = {}
+
+    def change(ranks: tuple[int, ...], price: Price) -> Price:
+        if ranks not in known:
+            known[ranks] = dims_of(ranks, view.job.layout) == dims
+        if not known[ranks]:
+            return price
+        return msgspec.structs.replace(price, duration_ns=0.0, channels=0, link_share=0.0, bytes=0.0)
+
+    return change
+
+
+def _free_ops(families: tuple[str, ...]) -> Callable[[OpSignature, Price], Price]:
+    def change(signature: OpSignature, price: Price) -> Price:
+        family = "fused" if signature.op == "prism::fused" else family_of(signature.op)
+        return msgspec.structs.replace(price, duration_ns=0.0) if family in families else price
+
+    return change
+
+
+def _no_host(_: OpSignature | None, price: Price) -> Price:
+    return msgspec.structs.replace(price, host_ns=0.0)
