@@ -81,15 +81,19 @@ def load_view(rundir: RunDir) -> JobView:
     """Build the job of a run again from its slices: infer, price, simulate. Raises as :func:`load_job`."""
     from prism_plugins import stages
     from prism_plugins.costs.cluster import check_values, load_cluster
-    from prism_plugins.costs.model import build_cost_model, load_calibration
+    from prism_plugins.costs.model import load_calibration
     from prism_plugins.costs.nccl.settings import parse_settings
 
-    job, _, info = load_job(rundir)
+    job, reports, info = load_job(rundir)
     if info.cluster is not None:
         check_values(info.cluster, source=f"in {rundir.run}")
     cluster = info.cluster or load_cluster(info.job.options.cluster)
-    costs = build_cost_model(
+    cluster, costs = stages.price(
         cluster,
+        job,
+        reports,
+        rundir,
+        device=info.job.options.device,
         nccl=parse_settings(info.nccl_variables),
         calibration=load_calibration(info.job.options.calibration),
     )

@@ -16,12 +16,11 @@ from prism_plugins.cli_run import add_run_argument, check_finished, load_job, op
 from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.calibration import Calibration
 from prism_plugins.costs.cluster import Cluster, check_world, load_cluster
-from prism_plugins.costs.model import build_cost_model, load_calibration
+from prism_plugins.costs.model import load_calibration
 from prism_plugins.costs.nccl.settings import NcclSettings, parse_settings
 from prism_plugins.emit.console import gib, make_console, milliseconds, show, tightest
 from prism_plugins.emit.prediction_json import read_prediction, write_prediction
 from prism_plugins.emit.ranks import format_ranks
-from prism_plugins.host_speed import with_host_of_slices
 from prism_plugins.predict import Evidence, device_overhead, nvls_groups, predict, predict_memory
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.memory_device import communicators
@@ -98,9 +97,9 @@ def reprice(rundir: RunDir, then: Prediction, cluster: Cluster) -> Prediction:
     calibration = load_calibration(info.job.options.calibration)
     if isinstance(calibration, Calibration) and cluster != info.cluster:
         calibration.collectives = []  # measured over another network
-    if info.job.options.device == "virtual":
-        cluster = with_host_of_slices(cluster, job, reports)
-    costs = build_cost_model(cluster, nccl=nccl, calibration=calibration)
+    cluster, costs = stages.price(
+        cluster, job, reports, rundir, device=info.job.options.device, nccl=nccl, calibration=calibration
+    )
     timeline, faults = stages.simulate(job, costs)
     gc.enable()
     return predict(

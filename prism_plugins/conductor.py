@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from prism_plugins import stages
 from prism_plugins.cache import SliceCache
 from prism_plugins.costs.cluster import Cluster, check_world, load_cluster
-from prism_plugins.costs.model import build_cost_model, load_calibration
+from prism_plugins.costs.model import load_calibration
 from prism_plugins.costs.nccl.settings import parse_settings
 from prism_plugins.emit import JobView, emit_all
-from prism_plugins.host_speed import with_host_of_slices
 from prism_plugins.local_rank import check_local_rank
-from prism_plugins.options import Job
+from prism_plugins.options import LOGGING_RANK, Job
 from prism_plugins.physical import (
     Launch,
     Leadership,
@@ -28,6 +27,7 @@ from prism_plugins.physical import (
 from prism_plugins.predict import Evidence, predict, predict_memory
 from prism_plugins.program.slices import JobFacts
 from prism_plugins.progress import Progress
+from prism_plugins.replays import replay_ranks
 from prism_plugins.report.html import write_report
 from prism_plugins.report.insight import look_into, with_insight
 from prism_plugins.rundir import RunDir, create
@@ -77,8 +77,15 @@ def conduct(job: Job) -> int:
                 runner.run()
 
             programs = stages.infer(facts, lambda: runner.sliced, rundir, slice_more=slice_more)
-        if options.device == "virtual":
-            cluster = with_host_of_slices(cluster, programs, runner.sliced)
+        cluster, costs = stages.price(
+            cluster,
+            programs,
+            runner.sliced,
+            rundir,
+            device=options.device,
+            nccl=nccl,
+            calibration=calibration,
+        )
         record(
             cluster=cluster,
             facts=facts,
@@ -88,12 +95,22 @@ def conduct(job: Job) -> int:
         audit, differences = stages.audit(programs, runner.audited, rundir)
 
         progress.stage(f"simulating {options.world_size} ranks")
-        costs = build_cost_model(cluster, nccl=nccl, calibration=calibration)
         timeline, faults = stages.simulate(programs, costs)
         if options.strict and timeline is not None:
             stages.check_strict(timeline)
-        progress.stage("memory of all ranks")
         logging_rank = stages.logging_rank(runner.sliced)
+        replays, doubts = (), ()
+        if options.replay and timeline is not None:
+            replays, doubts = replay_ranks(
+                tuple(max(logging_rank, 0) if rank == LOGGING_RANK else rank for rank in options.replay),
+                programs=programs,
+                costs=costs,
+                timeline=timeline,
+                rundir=rundir,
+                spec_of=lambda rank: runner.spec(rank, tuple(sorted(runner.sliced))),
+                progress=progress,
+            )
+        progress.stage("memory of all ranks")
         prediction = predict(
             Evidence(
                 options=options,
@@ -108,7 +125,8 @@ def conduct(job: Job) -> int:
                     programs, costs, timeline, logging_rank, runner.sliced.get(logging_rank)
                 ),
                 memory=predict_memory(programs, cluster, runner.reports, costs, nccl=nccl),
-                findings=(*faults, *differences, *costs.findings()),
+                findings=(*faults, *differences, *costs.findings(), *doubts),
+                replays=replays,
                 audit=audit,
             )
         )
@@ -150,7 +168,7 @@ def slices_of(
             gpu=cluster.gpu_facts(),
             gpus_per_node=cluster.gpus_per_node,
             rundir=rundir,
-            cache=SliceCache() if options.cache and not for_real else None,
+            cache=SliceCache() if options.cache and not for_real and options.device != "cuda" else None,
             executors=executors,
             progress=progress,
         )

@@ -14,8 +14,10 @@ import msgspec
 import numpy as np
 
 from prism_plugins.costs.cluster import Cluster
+from prism_plugins.costs.in_situ import InSituCosts
 from prism_plugins.costs.modelled import ModelledCosts
 from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.measured import Measured
 from prism_plugins.program.model import EventKind, Program
 from prism_plugins.program.slices import SliceReport
 from prism_plugins.simulate.prices import Pricer
@@ -30,19 +32,38 @@ def with_host_of_slices(cluster: Cluster, job: JobPrograms, reports: Mapping[int
     host = cluster.host
     if not host.from_slices:
         return cluster
-    pricer = Pricer(ModelledCosts(cluster))
+    # The first iteration builds what later ones reuse. Of the others the least disturbed one counts.
+    seconds = {
+        rank: min(report.cpu_seconds_per_iteration[1:], default=0.0) for rank, report in reports.items()
+    }
+    return _scaled(cluster, job, seconds, Pricer(ModelledCosts(cluster)), factor=host.slice_factor)
+
+
+def with_host_measured(cluster: Cluster, job: JobPrograms, measured: Mapping[int, Measured]) -> Cluster:
+    """The same for slices on a real GPU, by rank: they measured what the host takes to issue an iteration, driver
+    included, so nothing is left for a factor to correct."""
+    if not cluster.host.from_slices:
+        return cluster
+    seconds = {rank: one.host_ms / 1e3 for rank, one in measured.items()}
+    costs = InSituCosts(ModelledCosts(cluster), cluster, measured.values())
+    return _scaled(cluster, job, seconds, Pricer(costs), factor=1.0)
+
+
+def _scaled(
+    cluster: Cluster, job: JobPrograms, seconds: Mapping[int, float], pricer: Pricer, *, factor: float
+) -> Cluster:
+    host = cluster.host
     ratios = []
     for cls in job.classes:
-        if cls.exemplar.source == "derived" or cls.representative not in reports:
+        if cls.exemplar.source == "derived":
             continue
-        # The first iteration builds what later ones reuse. Of the others the least disturbed one counts.
-        steady = reports[cls.representative].cpu_seconds_per_iteration[1:]
+        steady = seconds.get(cls.representative, 0.0)
         assumed = _assumed_seconds(cls.exemplar, pricer)
         if steady and assumed:
-            ratios.append(min(steady) / assumed)
+            ratios.append(steady / assumed)
     if not ratios:
         return cluster
-    scale = statistics.median(ratios) * host.slice_factor
+    scale = statistics.median(ratios) * factor
     measured = msgspec.structs.replace(
         host,
         op_us=_rounded(host.op_us * scale),

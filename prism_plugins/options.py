@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from prism_plugins.errors import PrismError
 from prism_plugins.moe_load import BALANCED, parse_moe_load
 
 MAX_WORLD_SIZE = 1 << 20
+LOGGING_RANK = -1
+"""Stands for the rank that prints the framework's log, which only the slices tell."""
 DEVICES = ("auto", "virtual", "cuda", "cpu")
 
 
@@ -45,6 +48,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int = 1
     """Slices at a time, in each launched process."""
     cache: bool = True
+    gpu_memory: int = 0
+    """On ``cuda``: bytes of the GPU that a slice may take, so that a larger GPU behaves as the target's; 0: all."""
+    replay: tuple[int, ...] = ()
+    """On ``cuda``: ranks to run again among timed virtual participants."""
     moe_load: str = BALANCED
     """Tokens per expert, see :mod:`prism_plugins.moe_load`."""
 
@@ -123,6 +130,22 @@ def _text(text: str) -> str:
     return text
 
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|)", re.IGNORECASE)
+
+
+def _size(text: str) -> int:
+    """``80GiB``, ``80GB`` or plain bytes."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"expects a size such as 80GiB, not {text!r}")
+    unit = found[2].upper()
+    base = 1024 if "I" in unit else 1000
+    size = int(float(found[1]) * base ** ("KMGT".find(unit[:1]) + 1 if unit else 0))
+    if not 2**30 <= size <= 2**43:
+        raise ValueError(f"must be between 1GiB and 8TiB, not {text!r}")
+    return size
+
+
 def _path_or_none(text: str) -> str:
     """Absolute, so that the run can be priced again from anywhere."""
     return text if _text(text) == "none" else os.path.abspath(text)
@@ -152,8 +175,8 @@ TABLE = (
         "auto|virtual|cuda|cpu",
         _choice(*DEVICES),
         "auto",
-        "What slices run on. virtual: no GPU, shapes only. cpu: really computed on the CPU (small models). "
-        "auto: virtual.",
+        "What slices run on. virtual: no GPU, shapes only. cuda: a real GPU, where kernels and memory are measured and "
+        "ranks of interest replayed. cpu: really computed on the CPU (small models). auto: virtual.",
     ),
     Option(
         "--prism-ranks",
@@ -167,7 +190,7 @@ TABLE = (
         "N",
         _integer(1, 1000),
         "5",
-        "Iterations a slice runs at most; it ends as soon as two in a row are equal.",
+        "Iterations a slice runs at most; it ends as soon as two in a row are equal (on cuda: 16, timed ones and traced ones).",
     ),
     Option(
         "--prism-audit",
@@ -175,6 +198,22 @@ TABLE = (
         _integer(0, MAX_WORLD_SIZE),
         "0",
         "Also run N ranks that no slice represents and compare them, op by op, with what was inferred.",
+    ),
+    Option(
+        "--prism-gpu-memory",
+        "SIZE",
+        _size,
+        "all",
+        "With --prism-device cuda: memory a slice may take of its GPU, e.g. 80GiB, so that a larger GPU behaves as the "
+        "target's.",
+    ),
+    Option(
+        "--prism-replay",
+        "LIST|auto|none",
+        _text,
+        "auto",
+        "With --prism-device cuda: ranks to run again among virtual peers that answer when the simulation says; their own "
+        "log then shows the target job's iteration time. auto: those of --prism-ranks, else the rank that logs.",
     ),
     Option(
         "--prism-moe-load",
@@ -302,12 +341,18 @@ def _options(values: dict[str, Any], environ: Mapping[str, str]) -> Options:
     if world_size is None:
         raise PrismError("--prism-world-size is missing: how many GPUs has the job to be emulated?")
     device = values.get("device", "auto")
+    if device != "cuda":
+        for name, flag in (("gpu_memory", "--prism-gpu-memory"), ("replay", "--prism-replay")):
+            if name in values:
+                raise PrismError(f"{flag} needs a real GPU: --prism-device cuda")
+    ranks = _ranks(values, "ranks", world_size)
+    replay: tuple[int, ...] = ()
     if device == "cuda":
-        raise PrismError("--prism-device cuda is not available yet; use virtual (no GPU needed) or cpu")
-    try:
-        ranks = parse_ranks(values["ranks"], world_size=world_size) if "ranks" in values else ()
-    except ValueError as error:
-        raise PrismError(f"--prism-ranks {error}") from None
+        which = values.get("replay", "auto")
+        if which == "auto":
+            replay = ranks or (LOGGING_RANK,)
+        elif which != "none":
+            replay = _ranks(values, "replay", world_size)
     audit = values.get("audit", 0)
     if audit >= world_size and audit > 0:
         raise PrismError(f"--prism-audit must be less than the world size {world_size}, not {audit}")
@@ -317,14 +362,24 @@ def _options(values: dict[str, Any], environ: Mapping[str, str]) -> Options:
         calibration=values.get("calibration", ""),
         device="virtual" if device == "auto" else device,
         ranks=ranks,
-        iterations=values.get("iterations", 5),
+        iterations=values.get("iterations", 16 if device == "cuda" else 5),
+        gpu_memory=values.get("gpu_memory", 0),
+        replay=replay,
         audit=audit,
         strict=values.get("strict", False),
         out=values.get("out", ""),
-        jobs=values.get("jobs") or _default_jobs(environ),
+        # Slices that share a GPU would measure each other.
+        jobs=1 if device == "cuda" else values.get("jobs") or _default_jobs(environ),
         cache=not values.get("no_cache", False),
         moe_load=values.get("moe_load", BALANCED),
     )
+
+
+def _ranks(values: Mapping[str, Any], name: str, world_size: int) -> tuple[int, ...]:
+    try:
+        return parse_ranks(values[name], world_size=world_size) if name in values else ()
+    except ValueError as error:
+        raise PrismError(f"--prism-{name} {error}") from None
 
 
 def _default_jobs(environ: Mapping[str, str]) -> int:

@@ -27,6 +27,7 @@ from prism_plugins.program.prediction import (
     Prediction,
     SliceSummary,
 )
+from prism_plugins.program.replay import ReplaySummary
 from prism_plugins.program.slices import JobFacts, SliceReport
 from prism_plugins.simulate.prices import comm_ranks, used_comms
 from prism_plugins.simulate.timeline import Timeline
@@ -52,6 +53,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     timers_ms: Mapping[str, tuple[float, ...]] = {}
     findings: tuple[Finding, ...] = ()
     """Of the simulation and the audit."""
+    replays: tuple[ReplaySummary, ...] = ()
     audit: Audit = Audit()
     assumptions: tuple[str, ...] = ()
     """Beyond those of the slices and the cost model."""
@@ -144,6 +146,7 @@ def predict(evidence: Evidence) -> Prediction:
         unpriced_ops=dict(timeline.unpriced) if timeline is not None else {},
         synthesized_reads=sum(report.synthesized_reads for report in evidence.reports.values()),
         assumptions=_assumptions(evidence),
+        replay=evidence.replays,
         audit=evidence.audit,
         simulate_seconds=timeline.seconds if timeline is not None else 0.0,
     )

@@ -63,6 +63,9 @@ class SliceDir:
         self.journal = path / "journal.json"
         self.log = path / "log.txt"
         self.manifest = path / "manifest.json"
+        self.measured = path / "measured.json"
+        self.plan = path / "plan.json"
+        self.replay = path / "replay.json"
 
 
 class RunDir:
@@ -72,6 +75,7 @@ class RunDir:
         self.path = Path(path)
         self.run = self.path / "run.json"
         self.slices = self.path / "slices"
+        self.replays = self.path / "replay"
         self.prediction = self.path / "prediction.json"
         self.predicted_log = self.path / "predicted.log"
         self.kineto = self.path / "kineto"
@@ -80,6 +84,10 @@ class RunDir:
     def slice(self, rank: int) -> SliceDir:
         """Where one rank's slice lies."""
         return SliceDir(self.slices / str(rank))
+
+    def replay(self, rank: int) -> SliceDir:
+        """Where the replay of a rank lies."""
+        return SliceDir(self.replays / str(rank))
 
     def kineto_trace(self, rank: int) -> Path:
         """The Kineto-style trace of one rank."""
@@ -95,8 +103,9 @@ class RunDir:
             *self.kineto.glob("rank*.json.gz"),
         ):
             file.unlink(missing_ok=True)
-        if self.slices.exists():
-            shutil.rmtree(self.slices)
+        for folder in (self.slices, self.replays):
+            if folder.exists():
+                shutil.rmtree(folder)
 
     def read_info(self) -> RunInfo:
         """run.json; raises :class:`FileFormatError` or, where there is none, :class:`PrismError`."""

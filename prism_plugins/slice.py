@@ -57,6 +57,10 @@ class Slice:
                 self._failed("crashed", f"the script exited {how}", "")
         except PrismError as error:
             self._failed("user_error", str(error), "")
+        except _OutOfMemory as error:
+            from prism_plugins.gpu.device import out_of_memory
+
+            self._failed("out_of_memory", out_of_memory(error, self.spec, self.context), "")
         except KeyboardInterrupt:
             self._failed("interrupted", "interrupted", "")
         except BaseException as error:
@@ -91,6 +95,8 @@ class Slice:
         if self.journal is not None:
             self.journal.save(self.dir.journal)
         write_json(self.dir.manifest, make_manifest(context.files))
+        if spec_on_gpu(self.spec):
+            self._save_measured(context)
         kinds = program.events["kind"]
         for line in device_assumptions(stats):
             context.assume(line)
@@ -126,10 +132,21 @@ class Slice:
 
     def save_journal(self) -> None:
         """Let slices that need this one's control payloads start while it goes on."""
-        if self.journal is not None:
+        # On a GPU slices run one after the other, and writing takes time between iterations that are timed.
+        if self.journal is not None and not spec_on_gpu(self.spec):
             self.journal.journal.save(self.dir.journal)
 
     def _prepare(self) -> Context:
+        spec = self.spec
+        prepare = self._prepare_gpu if spec_on_gpu(spec) else self._prepare_virtual
+        context = self.context = prepare()
+        self.integrations = load_integrations()
+        for integration in self.integrations:
+            integration.install(context)
+        refuse_unsupported(context, {i.name for i in self.integrations})
+        return context
+
+    def _prepare_virtual(self) -> Context:
         spec = self.spec
         from prism_plugins.device.load import install_torch_cuda, load_device
 
@@ -138,13 +155,7 @@ class Slice:
 
         from prism_plugins.capture.recorder import get_recorder
 
-        context = self.context = Context(
-            spec,
-            get_recorder(),
-            on_facts=self.use_facts,
-            on_iteration=self.save_journal,
-            on_end=self.save,
-        )
+        context = self._new_context(get_recorder())
         install_torch_cuda(context)
         from prism_plugins.collectives.install import install_collectives
 
@@ -152,11 +163,61 @@ class Slice:
         from prism_plugins.device.regions import install_regions
 
         install_regions(context)
-        self.integrations = load_integrations()
-        for integration in self.integrations:
-            integration.install(context)
-        refuse_unsupported(context, {i.name for i in self.integrations})
         return context
+
+    def _prepare_gpu(self) -> Context:
+        """Nothing of the virtual device is loaded; torch, compiled regions and kernels are the real ones."""
+        spec = self.spec
+        import torch
+
+        global _OutOfMemory
+        _OutOfMemory = torch.OutOfMemoryError
+        from prism_plugins.capture.recorder import use_recorder
+        from prism_plugins.gpu.device import neighbours, prepare_gpu
+
+        sensors, context_bytes = prepare_gpu(spec)
+        if spec.replay:
+            from prism_plugins.replay.participants import ReplayRecorder
+
+            recorder: Any = ReplayRecorder.of_plan(Path(spec.replay), iterations=spec.iterations)
+        else:
+            from prism_plugins.gpu.recorder import GpuRecorder
+            from prism_plugins.gpu.timing import make_schedule
+
+            recorder = GpuRecorder(make_schedule(spec.iterations), work_dir=self.dir.path, sensors=sensors)
+            recorder.memory = type(recorder.memory)(context=context_bytes)
+        use_recorder(recorder)
+        context = self._new_context(recorder)
+        context.findings += neighbours(sensors)
+        from prism_plugins.collectives.install import install_collectives
+
+        self.journal = install_collectives(spec, context)
+        self.journal.journal.reads_gpu = lambda: recorder.reads_values
+        return context
+
+    def _new_context(self, recorder: Any) -> Context:
+        return Context(
+            self.spec,
+            recorder,
+            on_facts=self.use_facts,
+            on_iteration=self.save_journal,
+            on_end=self.save,
+        )
+
+    def _save_measured(self, context: Context) -> None:
+        """What a slice on a real GPU measured, or its replay."""
+        recorder = context.recorder
+        if self.spec.replay:
+            write_json(self.dir.replay, recorder.result())
+            return
+        if not recorder.has_program:
+            raise PrismError(
+                f"the script trained {len(context.hashes)} iterations only; a slice on cuda needs {self.spec.iterations}: "
+                "let it train longer, or lower --prism-iterations (at least 4)"
+            )
+        write_json(self.dir.measured, recorder.measured(self.spec.rank))
+        for line in recorder.remarks:
+            context.assume(line)
 
     def _never_trained(self) -> None:
         supported = ", ".join(i.name for i in self.integrations) or "none"
@@ -192,6 +253,19 @@ class Slice:
         report.max_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.report = report
         write_json(self.dir.report, report)
+
+
+class _NeverRaised(BaseException):
+    pass
+
+
+_OutOfMemory: type[BaseException] = _NeverRaised
+"""torch's exception, once torch is there."""
+
+
+def spec_on_gpu(spec: SliceSpec) -> bool:
+    """Whether a slice runs on a real GPU."""
+    return spec.device == "cuda"
 
 
 def timers_of_events(

@@ -150,7 +150,7 @@ class Context:
         """The script trains (on); raises :class:`EndOfSlice` when enough was seen."""
         self._tentative = False
         # Ranks that run for real and exchange messages must all stop after the same iteration.
-        settled = self.steady and not self.spec.real_ranks
+        settled = self.steady and self.recorder.has_program and not self.spec.real_ranks
         if settled or len(self.hashes) >= self.spec.iterations:
             self._end()
 

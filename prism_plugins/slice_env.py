@@ -33,6 +33,8 @@ def slice_environment(spec: SliceSpec, base: Mapping[str, str] = os.environ) -> 
     env = {k: v for k, v in base.items() if not k.startswith(_OF_THE_LAUNCH) and k not in options}
     per_node = min(spec.gpus_per_node, spec.world_size)
     node, local_rank = divmod(spec.rank, per_node)
+    if spec.device == "cuda":
+        local_rank = 0  # The only GPU that the slice sees.
     nodes = -(-spec.world_size // per_node)
     place = {
         "rank": spec.rank,
@@ -44,7 +46,9 @@ def slice_environment(spec: SliceSpec, base: Mapping[str, str] = os.environ) -> 
     }
     for what, names in _RANK_OF_SCHEDULERS.items():
         env |= {name: str(place[what]) for name in names if name in base}
-    if "CUDA_VISIBLE_DEVICES" in base:
+    if spec.device == "cuda":
+        env["CUDA_VISIBLE_DEVICES"] = physical_gpu(base)
+    elif "CUDA_VISIBLE_DEVICES" in base:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(per_node)))
     host, _, port = (spec.store or base.get("MASTER_ADDR", "127.0.0.1") + ":").rpartition(":")
     env |= {
@@ -75,3 +79,11 @@ def slice_environment(spec: SliceSpec, base: Mapping[str, str] = os.environ) -> 
     # Inductor plans regions in a slice but compiles none: its pool of compiler processes would idle.
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     return env
+
+
+def physical_gpu(base: Mapping[str, str]) -> str:
+    """CUDA_VISIBLE_DEVICES of a slice on a real GPU: the one of the physical rank that runs it."""
+    local = base.get("LOCAL_RANK", "0")
+    index = int(local) if local.isdecimal() else 0
+    visible = [name.strip() for name in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return visible[index % len(visible)] if visible else str(index)

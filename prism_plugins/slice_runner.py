@@ -136,7 +136,7 @@ class SliceRunner:
             rank=rank,
             world_size=options.world_size,
             gpus_per_node=self._gpus_per_node,
-            argv=with_local_rank(self._job.argv, rank % min(self._gpus_per_node, options.world_size)),
+            argv=with_local_rank(self._job.argv, self._local_rank(rank)),
             run_as=self._job.run_as,
             device=options.device,
             iterations=options.iterations,
@@ -144,7 +144,14 @@ class SliceRunner:
             slice_dir=str(self._rundir.slice(rank).path),
             journals=tuple(str(j) for j in journals if j.exists()),
             moe_load=options.moe_load,
+            gpu_memory_bytes=options.gpu_memory,
         )
+
+    def _local_rank(self, rank: int) -> int:
+        options = self._job.options
+        if options.device == "cuda":
+            return 0  # A slice sees one GPU.
+        return rank % min(self._gpus_per_node, options.world_size)
 
     def _lead_facts(self) -> JobFacts | None:
         if 0 in self.reports:
@@ -212,7 +219,7 @@ class SliceRunner:
 
 def failure(report: SliceReport, rundir: RunDir) -> Exception:
     """What the user sees of a slice that did not end well."""
-    if report.status == "user_error":
+    if report.status in ("user_error", "out_of_memory"):
         return PrismError(report.message)
     log = rundir.slice(report.rank).log
     if report.status == "never_trained":

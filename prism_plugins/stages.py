@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Collection, Mapping
+from typing import Literal
 
 from prism_plugins.costs.base import CostModel
+from prism_plugins.costs.calibration import Calibration
+from prism_plugins.costs.cluster import Cluster
+from prism_plugins.costs.in_situ import InSituCosts
+from prism_plugins.costs.model import build_cost_model
+from prism_plugins.costs.nccl.settings import NcclSettings
 from prism_plugins.errors import CannotDeriveError, PrismError, SliceFailed
+from prism_plugins.host_speed import with_host_measured, with_host_of_slices
 from prism_plugins.integration import Integration
 from prism_plugins.program.infer import infer_job
 from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.measured import Measured
 from prism_plugins.program.prediction import Audit, Finding, Prediction
 from prism_plugins.program.slices import JobFacts, SliceReport
 from prism_plugins.program.store import load_program
-from prism_plugins.rundir import RunDir
+from prism_plugins.rundir import RunDir, read_json
 from prism_plugins.simulate.timeline import Timeline
 from prism_plugins.world.audit import audit_ranks, summarize
 
@@ -68,6 +76,30 @@ def simulate(programs: JobPrograms, costs: CostModel) -> tuple[Timeline | None, 
         return engine.simulate(programs, costs), ()
     except SimulationFault as fault:
         return None, (fault.finding(),)
+
+
+def price(
+    cluster: Cluster,
+    programs: JobPrograms,
+    reports: Mapping[int, SliceReport],
+    rundir: RunDir,
+    *,
+    device: str,
+    nccl: NcclSettings,
+    calibration: Calibration | Literal["none"] | None,
+) -> tuple[Cluster, CostModel]:
+    """The cluster with the host's speed as slices on ``device`` found it, and the cost model: what slices on a real GPU
+    measured counts before any calibration."""
+    known = cluster.host.measured_in_slices  # a run's own cluster, read again
+    if device == "virtual" and not known:
+        cluster = with_host_of_slices(cluster, programs, reports)
+    if device != "cuda":
+        return cluster, build_cost_model(cluster, nccl=nccl, calibration=calibration)
+    measured = {rank: read_json(rundir.slice(rank).measured, Measured) for rank in reports}
+    if not known:
+        cluster = with_host_measured(cluster, programs, measured)
+    base = build_cost_model(cluster, nccl=nccl, calibration=calibration)
+    return cluster, InSituCosts(base, cluster, measured.values())
 
 
 def check_strict(timeline: Timeline) -> None:

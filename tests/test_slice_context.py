@@ -17,6 +17,8 @@ from prism_plugins.world.layout import Layout
 
 
 class CountingRecorder:
+    has_program = True
+
     def __init__(self):
         self.calls = []
         self.kernels = iter(range(1000))

@@ -27,7 +27,8 @@ class DeepSpeedIntegration:
                 "deepspeed was imported, but deepspeed.initialize not called"
             ),
         )
-        use_virtual_accelerator(context)
+        if context.spec.device != "cuda":  # On a real GPU DeepSpeed's own kernels run.
+            use_virtual_accelerator(context)
         install_hooks(context, Session(context), hook_table(), framework="DeepSpeed", supported=SUPPORTED)
         tap_log(context)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from prism_plugins.collectives import functional
+from prism_plugins.collectives.bracketed import BracketedPeers
 from prism_plugins.collectives.group import VirtualProcessGroup
 from prism_plugins.collectives.journal import Journal, group_shape
 from prism_plugins.collectives.patches import AppliedPatches, patch_table
@@ -113,7 +114,9 @@ class Collectives:
         shape = group_shape(ranks)
         ordinal = self._ordinals[shape]
         self._ordinals[shape] += 1
-        peers = MirrorPeers(rank=rank, ranks=ranks, shape=shape, ordinal=ordinal, journal=self.journal)
+        peers: Any = MirrorPeers(rank=rank, ranks=ranks, shape=shape, ordinal=ordinal, journal=self.journal)
+        if self.spec.device == "cuda":
+            peers = BracketedPeers(peers, self._recorder)
         if self._real is not None and self._real.covers(ranks):
             peers = RealPeers(self._real, ranks=ranks, name=name, mirror=peers)
         return VirtualProcessGroup(

@@ -24,7 +24,7 @@ import bisect
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,6 +111,8 @@ class Journal:
         self.stats = JournalStats()
         self.layout: Layout | None = None
         """Of the target world, once it is known."""
+        self.reads_gpu: Callable[[], bool] = lambda: True
+        """Whether payloads may be read back from a real GPU now."""
         self._payload_index: dict[bytes, int] = {}
         self._entries: dict[str, list[list[int]]] = {}
         self._bytes = 0

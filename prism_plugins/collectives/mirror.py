@@ -1,6 +1,7 @@
 """Mirror semantics: what a collective gives when every peer holds exactly what we hold.
 
-Pure functions on CPU tensors (no recording, no process group), so that each can be checked by hand.
+Pure functions on tensors that have values (no recording, no process group), so that each can be checked by hand.
+Those of large messages take no memory of their own: on a real GPU that would be counted as the job's.
 ``n`` is the group size, ``rank`` the own group rank.
 """
 
@@ -46,9 +47,16 @@ def all_gather_flat(output: Tensor, shard: Tensor, n: int) -> None:
     """``n`` copies of ``shard`` after one another. ``shard`` may be a part of ``output`` (in-place all_gather)."""
     if shard.numel() == 0:
         return
-    if shard.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
-        shard = shard.clone()
-    output.view(n, -1).copy_(shard.reshape(1, -1).expand(n, -1))
+    rows = output.view(n, -1)
+    if _overlap(output, shard):
+        flat = shard.reshape(-1)
+        if any(_overlap(row, flat) and row.data_ptr() != flat.data_ptr() for row in rows):
+            flat = flat.clone()
+        for row in rows:
+            if row.data_ptr() != flat.data_ptr():
+                row.copy_(flat)
+    else:
+        rows.copy_(shard.reshape(1, -1).expand(n, -1))
 
 
 def reduce_scatter_flat(
@@ -57,9 +65,10 @@ def reduce_scatter_flat(
     """Own chunk of ``full``, reduced with ``n - 1`` equal ones. ``output`` may be a part of ``full``."""
     if output.numel() == 0:
         return
-    own = full.reshape(n, -1)[rank].clone()
-    reduce_(own, op, n, factor)
-    output.copy_(own.view_as(output))
+    own = full.reshape(n, -1)[rank].view_as(output)
+    if output.data_ptr() != own.data_ptr():
+        output.copy_(own.clone() if _overlap(output, own) else own)
+    reduce_(output, op, n, factor)
 
 
 def all_to_all_flat(
@@ -91,6 +100,21 @@ def fill_from(target: Tensor, source: Tensor) -> None:
     if wanted == 0 or have == 0:
         return
     flat = source.reshape(-1)
+    if have < wanted and target.is_contiguous():
+        rest = target.view(-1)
+        for begin in range(0, wanted, have):
+            piece = rest[begin : begin + have]
+            piece.copy_(flat[: piece.numel()])
+        return
     if have < wanted:
         flat = flat.repeat(-(-wanted // have))
     target.copy_(flat[:wanted].view_as(target))
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    a_end = a.data_ptr() + a.numel() * a.element_size()
+    b_end = b.data_ptr() + b.numel() * b.element_size()
+    return a.data_ptr() < b_end and b.data_ptr() < a_end

@@ -170,7 +170,10 @@ class MirrorPeers:
             if view is not None and self._look_up(name, tensor, view, sequence, 0, standins):
                 return None
         if view is not None:
-            values.fill_plausible(tensor, view)
+            # A gradient of a mean loss is small: one over the root of its size has a norm of 1.
+            gradient = peer >= 0 and self._is_later_stage(peer)
+            scale = max(1, tensor.numel()) ** -0.5 if gradient else 1.0
+            values.fill_plausible(tensor, view, scale=scale)
         return None
 
     def any_source(self) -> int:
@@ -267,7 +270,7 @@ class MirrorPeers:
         return self._num_p2p[key]
 
     def _record(self, name: str, tensor: Tensor, sequence: int, slot: int) -> None:
-        if not _fits_journal(tensor):
+        if not _fits_journal(tensor) or (values.on_gpu(tensor) and not self._journal.reads_gpu()):
             return
         view = values.real_view(tensor)
         if view is not None and not values.is_synthesized(tensor):
@@ -295,6 +298,8 @@ class MirrorPeers:
         """A broadcast from a virtual root: the journal's payload, else what we hold (if it is a number)."""
         view = values.real_view(tensor)
         if view is None or self._look_up(name, tensor, view, sequence, slot):
+            return
+        if values.on_gpu(view):  # its values are real, and asking would wait for the GPU
             return
         if view.dtype.is_floating_point and view.element_size() > 1 and not view.isfinite().all():
             values.fill_plausible(tensor, view)
@@ -327,4 +332,4 @@ def _fits_journal(tensor: Tensor) -> bool:
 
 
 def _to_bytes(view: Tensor) -> bytes:
-    return view.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return view.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()

@@ -1,7 +1,9 @@
 """Where tensor values live and whether they are real: the only place that asks the device layer.
 
 A tensor of the virtual device has either real host memory behind it or only a shape. Collectives write values
-through :func:`real_view`, a CPU tensor over the same memory, so that these writes are not recorded as kernels.
+through :func:`real_view`, a CPU tensor over the same memory, so that these writes are not recorded as kernels. On a real
+GPU that is the tensor itself, and made-up values have the distribution of real ones: arithmetic on zeros draws less
+power, and a GPU held at its power cap would clock higher.
 """
 
 from __future__ import annotations
@@ -71,7 +73,16 @@ def copy_provenance(target: Tensor, source: Tensor) -> None:
         mark_real(target)
 
 
-def fill_plausible(tensor: Tensor, view: Tensor) -> None:
-    """Fill with finite values nobody sent (1 for floats, 0 for integers) and mark them synthesized."""
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether a tensor lives on a real GPU: reading its values waits, and memory taken for them is not the job's."""
+    return tensor.is_cuda and not _device.is_virtual(tensor)
+
+
+def fill_plausible(tensor: Tensor, view: Tensor, *, scale: float = 1.0) -> None:
+    """Fill with finite values nobody sent (1 for floats, 0 for integers) and mark them synthesized. On a real GPU floats
+    are normal with standard deviation ``scale``."""
+    if on_gpu(view) and view.dtype.is_floating_point and view.element_size() > 1:
+        view.normal_(0.0, scale)
+        return
     view.fill_(1 if view.dtype.is_floating_point or view.dtype.is_complex else 0)
     mark_synthesized(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,6 +132,10 @@ class VirtualWork(CompletedWork):
             self.wait()
             return _completed_future(self.result())
         self._arrive()
+        if not library.is_loaded():
+            with torch.cuda.stream(_futures_stream()):
+                self._recorder.wait(self._work)
+                return _completed_future(self.result(), devices)
         device = library.call("get_device")
         before = library.call("exchange_stream", device, library.call("external_stream", _FUTURES))
         try:
@@ -153,6 +158,12 @@ _FUTURES = 0x507269736D
 """Stands for the ``cudaStream_t`` on which futures are completed."""
 
 
+@functools.cache
+def _futures_stream() -> torch.cuda.Stream:
+    """The same on a real GPU."""
+    return torch.cuda.Stream()
+
+
 def _completed_future(tensors: list[Tensor], devices: Sequence[torch.device] = ()) -> torch.futures.Future:
     future = torch.futures.Future(devices=list(devices)) if devices else torch.futures.Future()
     future.set_result(tensors)
@@ -160,7 +171,7 @@ def _completed_future(tensors: list[Tensor], devices: Sequence[torch.device] = (
 
 
 def _current_stream() -> int:
-    """Id of the calling thread's current stream on the virtual device, 0 where there is none."""
+    """The calling thread's current stream, 0 where there is no device."""
     if not library.is_loaded():
-        return 0
+        return torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
     return library.call("current_stream", library.call("get_device"))

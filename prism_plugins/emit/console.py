@@ -67,6 +67,8 @@ def summary(prediction: Prediction, *, files: Sequence[tuple[str, str]] = ()) ->
     rows.add_row("Job", _job(prediction))
     rows.add_row("Verdict", verdict(prediction))
     rows.add_row("Iteration", _speed(prediction))
+    if prediction.replay:
+        rows.add_row("Replay", _replay(prediction))
     rows.add_row("Time", _breakdown(prediction))
     if prediction.opportunities:
         rows.add_row("Fix first", _opportunities(prediction))
@@ -171,6 +173,18 @@ def _speed(p: Prediction) -> Text:
     if p.expected_error.fraction is None and p.expected_error.basis:
         text.append(f"\nexpected error unknown: {p.expected_error.basis}", style="not bold yellow")
     return text
+
+
+def _replay(p: Prediction) -> Text:
+    """Replays beside the simulation."""
+    lines = []
+    for one in p.replay:
+        error = one.iteration_time_ms / one.simulated_ms - 1 if one.simulated_ms else 0.0
+        lines.append(
+            f"rank {one.rank} on this GPU: {milliseconds(one.iteration_time_ms)} ({100 * error:+.1f} % of the simulation), "
+            f"spread {100 * one.spread:.1f} % over {one.iterations} iterations; its log: {one.log}"
+        )
+    return Text("\n".join(lines))
 
 
 def _breakdown(p: Prediction) -> RenderableType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from prism_plugins.program.model import SCHEMA
+from prism_plugins.program.replay import ReplaySummary
 
 
 class ClassMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,5 +171,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Op name → occurrences per iteration over the classes' exemplars."""
     synthesized_reads: int
     assumptions: tuple[str, ...]
+    replay: tuple[ReplaySummary, ...] = ()
+    """Ranks that ran again on a real GPU among timed virtual peers."""
     audit: Audit
     simulate_seconds: float

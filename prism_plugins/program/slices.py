@@ -48,6 +48,10 @@ class SliceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that run as processes at the same time; groups inside this set really communicate."""
     store: str = ""
     """host:port of the TCPStore the real ranks share; empty when none do."""
+    gpu_memory_bytes: int = 0
+    """On ``cuda``: what the process may take of the GPU; 0: all."""
+    replay: str = ""
+    """plan.json of a replay; empty: the slice measures (or records) instead."""
     moe_load: str = BALANCED
     """Tokens per expert, see :mod:`prism_plugins.moe_load`."""
 

@@ -1,0 +1,90 @@
+"""Prices ops by what the job's own slices took on a real GPU; collectives, and ops that no slice ran, by another model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from prism_plugins.costs.base import CostModel, Price, SteadyClock
+from prism_plugins.costs.cluster import Cluster
+from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.measured import Measured
+from prism_plugins.program.model import CommSignature, OpSignature
+from prism_plugins.program.prediction import Finding
+
+
+class InSituCosts(SteadyClock):
+    """See the module docstring.
+
+    Args:
+        base: prices collectives, and ops that were not measured.
+        cluster: host times.
+        measured: of the slices; an op that several ran costs their mean, by occurrences.
+    """
+
+    def __init__(self, base: CostModel, cluster: Cluster, measured: Iterable[Measured]) -> None:
+        measured = list(measured)
+        self._base = base
+        self._cluster = cluster
+        self.interference = base.interference
+        self._gpus = sorted({m.gpu.name for m in measured if m.gpu.name})
+        self.name = f"measured in the job's own slices on {', '.join(self._gpus) or 'a GPU'} + {base.name}"
+        totals: dict[tuple, tuple[float, int]] = {}
+        for one in measured:
+            for op in one.ops:
+                ns, count = totals.get(_key(op.signature), (0.0, 0))
+                totals[_key(op.signature)] = (ns + op.ns * op.count, count + op.count)
+        self._ns = {key: ns / count for key, (ns, count) in totals.items() if count}
+        self._not_measured = 0
+
+    def price_op(self, signature: OpSignature) -> Price:
+        """As measured; by the base model where no slice launched such an op."""
+        ns = self._ns.get(_key(signature))
+        if ns is None:
+            self._not_measured += 1
+            return self._base.price_op(signature)
+        # What the op computes and moves is not known to the profiler: the base's estimate, for what overlaps it.
+        rule = self._base.price_op(signature)
+        return msgspec.structs.replace(
+            rule,
+            duration_ns=ns,
+            rule="measured/in situ",
+            provenance="measured",
+            host_ns=self._cluster.host.op_us * 1e3,
+        )
+
+    def price_comm(self, comm: CommSignature, ranks: tuple[int, ...], rank: int) -> Price:
+        """By the base model."""
+        return self._base.price_comm(comm, ranks, rank)
+
+    def settle(self, job: JobPrograms) -> None:
+        """The slices ran at the clocks of the job."""
+
+    def in_state_of(self, signatures: list[OpSignature]) -> CostModel:
+        """The model itself."""
+        del signatures
+        return self
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What this model assumes."""
+        lines = [
+            f"ops cost what they took in this job's slices on {', '.join(self._gpus)} (kernels by CUPTI, corrected by "
+            f"iterations without profiler), {len(self._ns)} distinct ops"
+        ]
+        if self._not_measured:
+            lines.append(f"{self._not_measured} distinct ops ran in no slice: priced by {self._base.name}")
+        return (*lines, *self._base.assumptions()[1:])
+
+    def findings(self) -> tuple[Finding, ...]:
+        """A warning where the cluster has other GPUs."""
+        target = self._cluster.gpu.name
+        others = [gpu for gpu in self._gpus if gpu != target]
+        if not others:
+            return ()
+        message = f"slices ran on {', '.join(others)}, the cluster has {target}: op times are those of the GPU that was there"
+        return (Finding(kind="calibration", severity="warning", ranks="", phase="", message=message),)
+
+
+def _key(s: OpSignature) -> tuple:
+    return (s.op, s.inputs, s.outputs, s.scalars)

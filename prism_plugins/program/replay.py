@@ -1,0 +1,73 @@
+"""A replay: what a rank of interest is told about its virtual peers, and what it measured among them.
+
+Times are nanoseconds from the start of an iteration.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from prism_plugins.program.model import SCHEMA
+
+ON_TIME = -1.0
+"""A call whose peers arrive when we do."""
+
+
+class ReplayCall(msgspec.Struct, frozen=True, array_like=True):
+    """One collective or point-to-point call of an iteration, in the order the rank issues them."""
+
+    kind: str
+    nbytes: int
+    duration_ns: float
+    """From the arrival of the last member."""
+    peers_ns: float = ON_TIME
+    """When the last of the others arrives, where the simulation says that it comes after us."""
+    channels: int = 0
+    """NCCL channels: thread blocks that hold an SM while it lasts."""
+    hbm_bytes: float = 0.0
+    """HBM traffic it causes."""
+
+
+class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """plan.json of a replay."""
+
+    schema: int = SCHEMA
+    rank: int
+    iteration_ns: float
+    """Simulated."""
+    idle_ns: float
+    """What the rank waits at the end of an iteration for others that it meets in the next one."""
+    calls: tuple[ReplayCall, ...] = ()
+
+
+class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
+    """replay.json of a replay."""
+
+    schema: int = SCHEMA
+    rank: int
+    iteration_ms: tuple[float, ...] = ()
+    """From begin to begin, by the GPU's clock."""
+    calls: int = 0
+    """Of an iteration."""
+    unmatched: int = 0
+    """Calls that the plan did not foresee: answered at once."""
+    timer: str = ""
+    """How virtual peers keep time: ``globaltimer`` or ``sleep``."""
+    peak_allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+
+
+class ReplaySummary(msgspec.Struct, frozen=True, kw_only=True):
+    """In the prediction: a replay beside the simulation."""
+
+    rank: int
+    iteration_time_ms: float
+    """Median of the steady iterations."""
+    simulated_ms: float
+    spread: float = 0.0
+    """(Largest - smallest) over the median of the steady iterations."""
+    iterations: int = 0
+    unmatched_calls: int = 0
+    peak_allocated_bytes: int = 0
+    log: str = ""
+    """Where the script's own output is, relative to the run directory."""

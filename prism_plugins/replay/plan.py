@@ -1,0 +1,47 @@
+"""What a replay is told: the simulated times of a rank's calls, and how late its peers are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prism_plugins.costs.base import CostModel
+from prism_plugins.program.infer import program_of
+from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.model import EventKind
+from prism_plugins.program.replay import ON_TIME, ReplayCall, ReplayPlan
+from prism_plugins.simulate.engine import op_times
+from prism_plugins.simulate.prices import Pricer
+from prism_plugins.simulate.timeline import Timeline
+
+_LATE_NS = 1_000.0
+"""Peers that come so much after us are late: they are given the time at which the simulation has them come. Others come
+when we do, however long our own kernels take in the replay: they run the same program."""
+
+
+def make_plan(job: JobPrograms, costs: CostModel, timeline: Timeline, rank: int) -> ReplayPlan:
+    """The plan for the replay of a rank, inferred or sliced."""
+    program = program_of(job, rank)
+    times = op_times(job, costs, timeline, rank)
+    prices = Pricer(costs).price(program)
+    rows = np.flatnonzero(program.events["kind"] == EventKind.COMM)
+    calls = []
+    for row, ref in zip(rows.tolist(), program.events["ref"][rows].tolist(), strict=True):
+        comm = program.comms[ref]
+        came, moved, ended = (float(t[row]) for t in (times.start_ns, times.transfer_start_ns, times.end_ns))
+        calls.append(
+            ReplayCall(
+                kind=comm.kind,
+                nbytes=comm.nbytes,
+                duration_ns=max(0.0, ended - moved),
+                peers_ns=moved if moved - came > _LATE_NS else ON_TIME,
+                channels=int(prices.comm_channels[ref]),
+                hbm_bytes=float(prices.comm_hbm_rate[ref]) * max(0.0, ended - moved),
+            )
+        )
+    own_end = float(max(times.end_ns.max(initial=0.0), times.host_ns.max(initial=0.0)))
+    return ReplayPlan(
+        rank=rank,
+        iteration_ns=timeline.iteration_time_ns,
+        idle_ns=max(0.0, timeline.iteration_time_ns - own_end),
+        calls=tuple(calls),
+    )
