@@ -77,6 +77,9 @@ def conduct(job: Job) -> int:
                 runner.run()
 
             programs = stages.infer(facts, lambda: runner.sliced, rundir, slice_more=slice_more)
+            audit, differences = stages.audit(programs, runner.audited, rundir)
+            if differences:  # what really runs is what is checked and simulated
+                programs = stages.with_audited(programs, facts, lambda: runner.reports, rundir, slice_more)
         cluster, costs = stages.price(
             cluster,
             programs,
@@ -89,11 +92,9 @@ def conduct(job: Job) -> int:
         record(
             cluster=cluster,
             facts=facts,
-            slices=tuple(sorted(runner.sliced)),
+            slices=tuple(sorted(runner.reports if differences else runner.sliced)),
             audited=tuple(sorted(runner.audited)),
         )
-        audit, differences = stages.audit(programs, runner.audited, rundir)
-
         progress.stage(f"simulating {options.world_size} ranks")
         timeline, faults = stages.simulate(programs, costs)
         if options.strict and timeline is not None:
@@ -111,6 +112,17 @@ def conduct(job: Job) -> int:
                 progress=progress,
             )
         progress.stage("memory of all ranks")
+        memory = predict_memory(programs, cluster, runner.reports, costs, nccl=nccl)
+        findings = stages.check(
+            programs,
+            facts,
+            runner.reports,
+            cluster=cluster,
+            timeline=timeline,
+            faults=faults,
+            memory=memory,
+            environment=os.environ,
+        )
         prediction = predict(
             Evidence(
                 options=options,
@@ -124,8 +136,8 @@ def conduct(job: Job) -> int:
                 timers_ms=stages.timer_spans(
                     programs, costs, timeline, logging_rank, runner.sliced.get(logging_rank)
                 ),
-                memory=predict_memory(programs, cluster, runner.reports, costs, nccl=nccl),
-                findings=(*faults, *differences, *costs.findings(), *doubts),
+                memory=memory,
+                findings=(*findings, *differences, *costs.findings(), *doubts),
                 replays=replays,
                 audit=audit,
             )

@@ -115,6 +115,7 @@ class Slice:
                 peak_allocated_bytes=stats.peak_allocated_bytes,
                 peak_reserved_bytes=stats.peak_reserved_bytes,
                 allocated_bytes_end=stats.allocated_bytes,
+                startup=context.recorder.startup.result(recorded.groups),
                 timers=timers_of_events(context.iteration_timers, recorded.events),
                 gradient_buckets=tuple(context.iteration_buckets),
                 host_pageable_bytes=stats.host.pageable_peak,
@@ -246,6 +247,7 @@ class Slice:
             report.seconds_per_iteration = tuple(context.seconds)
             report.cpu_seconds_per_iteration = tuple(context.cpu_seconds)
             report.iteration_hashes = tuple(context.hashes)
+            report.script_ended = context.ended
             report.assumptions = tuple(context.assumptions)
             report.findings = tuple(context.findings)
             report.log_lines = tuple(context.log_lines)

@@ -72,6 +72,8 @@ class Context:
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
         self.steady = False
+        self.ended = False
+        """The script came to its end by itself."""
         self._began: float | None = None
         self._began_cpu = 0.0
         self._ends_by_next = False
@@ -193,6 +195,7 @@ class Context:
 
     def script_ended(self) -> None:
         """The script came to its end; an iteration that is open counts if nothing else would end it."""
+        self.ended = True
         if self._ends_by_next:
             self.drop_iteration()
         self.end_iteration()

@@ -18,7 +18,7 @@ from prism_plugins.integration import Integration
 from prism_plugins.program.infer import infer_job
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.measured import Measured
-from prism_plugins.program.prediction import Audit, Finding, Prediction
+from prism_plugins.program.prediction import Audit, ClassMemory, Finding, Prediction
 from prism_plugins.program.slices import JobFacts, SliceReport
 from prism_plugins.program.store import load_program
 from prism_plugins.rundir import RunDir, read_json
@@ -67,6 +67,21 @@ def audit(programs: JobPrograms, ranks: Collection[int], rundir: RunDir) -> tupl
     return summarize(audits), findings
 
 
+def with_audited(
+    programs: JobPrograms,
+    facts: JobFacts,
+    reports: Callable[[], Mapping[int, SliceReport]],
+    rundir: RunDir,
+    slice_more: Callable[[tuple[int, ...], tuple[int, ...]], None],
+) -> JobPrograms:
+    """The programs again, with audited ranks (among ``reports``) as they really are; as they were, where that cannot be
+    derived."""
+    try:
+        return infer(facts, reports, rundir, slice_more=slice_more)
+    except SliceFailed:
+        return programs
+
+
 def simulate(programs: JobPrograms, costs: CostModel) -> tuple[Timeline | None, tuple[Finding, ...]]:
     """The timeline, or None and the finding that tells why the job would not run."""
     from prism_plugins.simulate import engine
@@ -100,6 +115,32 @@ def price(
         cluster = with_host_measured(cluster, programs, measured)
     base = build_cost_model(cluster, nccl=nccl, calibration=calibration)
     return cluster, InSituCosts(base, cluster, measured.values())
+
+
+def check(
+    programs: JobPrograms,
+    facts: JobFacts,
+    reports: Mapping[int, SliceReport],
+    *,
+    cluster: Cluster,
+    timeline: Timeline | None,
+    faults: tuple[Finding, ...],
+    memory: Collection[ClassMemory],
+    environment: Mapping[str, str],
+) -> tuple[Finding, ...]:
+    """What is wrong or doubtful about the job, ``faults`` of the simulation among it."""
+    from prism_plugins.checks.job import check_job
+
+    return check_job(
+        programs,
+        facts,
+        reports,
+        cluster=cluster,
+        timeline=timeline,
+        faults=faults,
+        memory=memory,
+        environment=environment,
+    )
 
 
 def check_strict(timeline: Timeline) -> None:

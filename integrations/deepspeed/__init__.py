@@ -15,12 +15,15 @@ class DeepSpeedIntegration:
 
     def install(self, context: SliceContext) -> None:
         """Register import hooks; nothing of DeepSpeed is imported."""
+        from prism_plugins.collectives.call_site import skip_frames_of
         from prism_plugins.integration.hook_table import install_hooks
         from prism_plugins.integrations.deepspeed.accelerator import use_virtual_accelerator
         from prism_plugins.integrations.deepspeed.hooks import SUPPORTED, hook_table
         from prism_plugins.integrations.deepspeed.log import tap_log
         from prism_plugins.integrations.deepspeed.session import Session
 
+        # DeepSpeed's own wrappers of torch.distributed only pass calls on.
+        skip_frames_of("deepspeed.comm", "deepspeed.utils", "deepspeed.runtime.comm")
         context.on_import(
             "deepspeed.runtime.engine",
             lambda module: context.not_trained_yet(

@@ -12,7 +12,7 @@ from prism_plugins.integrations.megatron.moe import expert_kinds
 from prism_plugins.integrations.megatron.schedule import ScheduleInputs, is_supported, stage_schedules
 from prism_plugins.integrations.megatron.session import BatchShape, Session
 from prism_plugins.integrations.megatron.shards import optimizer_shards
-from prism_plugins.integrations.megatron.stages import LayerFunctions, stage_fingerprints
+from prism_plugins.integrations.megatron.stages import LayerFunctions, layers_of_stages, stage_fingerprints
 from prism_plugins.program.slices import JobFacts, StageInfo
 from prism_plugins.world.layout import Layout
 
@@ -68,9 +68,10 @@ def _stages(
         ),
     )
     fingerprints = stage_fingerprints(layer_functions(), config, shared_embedding=_shares_embedding(model))
+    layers = layers_of_stages(layer_functions(), config)
     return tuple(
-        StageInfo(fingerprint=text, schedule=schedule)
-        for text, schedule in zip(fingerprints, schedules, strict=True)
+        StageInfo(fingerprint=text, schedule=schedule, layers=count)
+        for text, schedule, count in zip(fingerprints, schedules, layers, strict=True)
     )
 
 

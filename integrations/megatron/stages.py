@@ -83,6 +83,16 @@ def stage_fingerprints(functions: LayerFunctions, config: Any, *, shared_embeddi
     )
 
 
+def layers_of_stages(functions: LayerFunctions, config: Any) -> tuple[int, ...]:
+    """Transformer layers of each stage; zeros where Megatron's layer functions do not describe the model."""
+    pp = config.pipeline_model_parallel_size
+    if not has_plain_layers(config):
+        return (0,) * pp
+    return tuple(
+        sum(functions.layers(config, stage, chunk) for chunk in _chunks(config)) for stage in range(pp)
+    )
+
+
 def _chunk_text(
     functions: LayerFunctions,
     config: Any,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from prism_plugins.capture.startup import StartupLog
 from prism_plugins.device import library
 from prism_plugins.device.memory import HostCounts, begin_peaks, host_counts, memory_counts, peak_bytes
 from prism_plugins.errors import PrismError
@@ -89,6 +90,9 @@ class Recorder:
         self._stop = library.function("stop")
         self._add = library.function("add_event")
         self.recording = False
+        self.startup = StartupLog()
+        """What happens before the first iteration."""
+        self._starting = True
         self._signatures: list[OpSignature] = []
         self._ids: dict[OpSignature, int] = {}
         self._comms: dict[CommSignature, int] = {}
@@ -108,7 +112,7 @@ class Recorder:
         """Forget recorded events, remember the live allocations and begin to record."""
         self._initial = self.live_allocations()
         self._tags.clear()
-        self.recording = True
+        self.recording, self._starting = True, False
         self._start()
 
     def stop(self) -> RecordedIteration:
@@ -166,6 +170,13 @@ class Recorder:
         if self.recording:
             index = self._comms.setdefault(signature, len(self._comms))
             self._add(EventKind.COMM, index, work, EventFlag.ASYNC if is_async else 0)
+        elif self._starting:
+            self.startup.call(signature)
+
+    def group_made(self, ranks: tuple[int, ...], desc: str, site: str) -> None:
+        """The script made a process group, of which this rank may be a member."""
+        if self._starting:
+            self.startup.group_made(ranks, desc, site)
 
     def new_work(self) -> int:
         """A work id that was never used in this process."""

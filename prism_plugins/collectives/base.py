@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from prism_plugins.collectives.call_site import call_site
 from prism_plugins.collectives.peers import MirrorPeers
 from prism_plugins.collectives.values import DTYPE_NAMES
 from prism_plugins.collectives.work import CompletedWork, VirtualWork
@@ -242,7 +243,8 @@ class RecordingGroup(dist.ProcessGroup):
         send: tuple[int, ...] = (),
         recv: tuple[int, ...] = (),
     ) -> None:
-        key = (kind, device_type, dtype, in_numel, out_numel, peer, op, send, recv)
+        site = call_site()
+        key = (kind, device_type, dtype, in_numel, out_numel, peer, op, send, recv, site)
         signature = self._signatures.get(key)
         if signature is None:
             signature = self._signatures[key] = CommSignature(
@@ -255,6 +257,7 @@ class RecordingGroup(dist.ProcessGroup):
                 reduce_op=op,
                 send_splits=send,
                 recv_splits=recv,
+                site=site,
             )
         self._recorder.comm(signature, work=work, is_async=is_async)
 

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from prism_plugins.collectives import functional
 from prism_plugins.collectives.bracketed import BracketedPeers
+from prism_plugins.collectives.call_site import call_site
 from prism_plugins.collectives.group import VirtualProcessGroup
 from prism_plugins.collectives.journal import Journal, group_shape
 from prism_plugins.collectives.patches import AppliedPatches, patch_table
@@ -143,6 +144,11 @@ class Collectives:
                 group_size, group_rank = self.spec.world_size, self.spec.rank
                 store = dist.PrefixStore("default_pg", self.store)
             config = _backend_config(str(backend))
+            # Groups with hashed names are made by their members alone (use_local_synchronization).
+            if global_ranks_in_group and group_name.isdigit():
+                self._recorder.group_made(
+                    tuple(global_ranks_in_group), group_desc or "undefined", call_site()
+                )
             self._pending = {
                 "desc": group_desc or "undefined",
                 "device_backends": dict(config.get_device_backend_map()),

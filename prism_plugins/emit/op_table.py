@@ -40,6 +40,8 @@ class OpRow(msgspec.Struct, frozen=True, kw_only=True):
     is_async: bool = False
     work: int = -1
     """Communication with the same work is one kernel."""
+    site: str = ""
+    """Communication: ``path:line`` of the call in the script or its framework."""
     start_us: float
     duration_us: float
     wait_us: float = 0.0
@@ -127,4 +129,5 @@ def _comm_fields(signature: CommSignature, program: Program) -> dict:
         "dtype": signature.dtype,
         "in_numel": signature.in_numel,
         "out_numel": signature.out_numel,
+        "site": signature.site,
     }

@@ -137,7 +137,7 @@ def _op_key(signature: OpSignature) -> Hashable:
 def _comm_key(program: Program, index: int) -> Hashable:
     comm = program.comms[index]
     group = program.groups[comm.group]
-    return (msgspec.structs.replace(comm, group=0), group.ranks, group.desc, group.backend)
+    return (msgspec.structs.replace(comm, group=0, site=""), group.ranks, group.desc, group.backend)
 
 
 def _first_difference(
@@ -233,7 +233,7 @@ def _describe_comm(program: Program, index: int, is_async: bool) -> str:
     peer = f" peer {group.ranks[comm.peer]}" if comm.peer >= 0 else ""
     return (
         f"{'async ' if is_async else ''}{comm.kind} {comm.dtype} {comm.in_numel}->{comm.out_numel}{peer} "
-        f"in {group.desc or group.name} ({ranks})"
+        f"in {group.desc or group.name} ({ranks})" + (f" at {comm.site}" if comm.site else "")
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import numpy as np
 
 from prism_plugins.errors import CannotDeriveError
+from prism_plugins.program.calls import communication_digest
 from prism_plugins.program.derive import CapturedStage
 from prism_plugins.program.flat_partitions import Form, PartitionedProgram, do_the_same, richness
 from prism_plugins.program.headers import check_headers
@@ -47,6 +48,8 @@ def infer_job(
     Without ``with_shards`` ranks whose optimizer shards differ all get the program of their class's exemplar.
     Raises :class:`CannotDeriveError` whose ``ranks`` lists what has to be sliced in addition.
     """
+    if facts.independent_ranks:
+        return _independent(facts, programs)
     check_headers(facts, reports)
     inference = _Inference(facts, reports, programs, with_shards=with_shards)
     classes: list[RankClass] = []
@@ -65,15 +68,30 @@ def infer_job(
     return JobPrograms(layout=facts.layout, classes=tuple(classes))
 
 
+def _independent(facts: JobFacts, programs: Mapping[int, Program]) -> JobPrograms:
+    """Every rank is a class of its own."""
+    world = range(facts.layout.world_size)
+    if missing := tuple(rank for rank in world if rank not in programs):
+        raise CannotDeriveError("nothing says which ranks run alike", ranks=missing)
+    classes = (
+        RankClass(name=f"rank {rank}", ranks=np.array([rank]), representative=rank, exemplar=programs[rank])
+        for rank in world
+    )
+    return JobPrograms(layout=facts.layout, classes=tuple(classes))
+
+
 def program_of(job: JobPrograms, rank: int) -> Program:
     """The program of any rank, with its own groups and peers. Costs microseconds after the first of a class,
     milliseconds for a rank with an optimizer shard of its own."""
     cls = job.classes[job.class_of(rank)]
-    instantiator = _instantiator(cls.exemplar, job.layout)
     key = cls.variant_of.get(rank)
+    own = cls.exemplar if key is None else cls.variants[key]
+    if own.rank == rank:
+        return own
+    instantiator = _instantiator(cls.exemplar, job.layout)
     if key is None:
         return instantiator.program_of(rank)
-    variant = cls.variants[key]
+    variant = own
     if not instantiator.fits(variant):  # a slice of its own, with its own tables
         instantiator = _instantiator(variant, job.layout)
     return instantiator.program_of(rank, like=variant)
@@ -160,6 +178,8 @@ class _Inference:
             )
         if not own:
             own, special = special[:1], special[1:]
+        own, odd = self._agreeing(role, own, ranks)
+        special += odd
         if own:
             source, program = own[0], self._programs[own[0]]
         else:
@@ -206,6 +226,23 @@ class _Inference:
         kinds = (*_WAITS, EventKind.KERNEL, EventKind.COMM) if peers else _WAITS
         own = _num_outside(self._programs[rank], kinds)
         return any(own > _num_outside(self._programs[peer], kinds) for peer in peers or others)
+
+    def _agreeing(self, role: Role, own: list[int], ranks: np.ndarray) -> tuple[list[int], list[int]]:
+        """Sliced ranks of a role that communicate like most of them, and the others, which keep their own programs."""
+        alike: dict[str, list[int]] = {}
+        if len(own) > 1:
+            for rank in own:
+                alike.setdefault(communication_digest(self._programs[rank]), []).append(rank)
+        if len(alike) < 2:
+            return own, []
+        first, second = sorted(alike.values(), key=len, reverse=True)[:2]
+        fresh = [rank for rank in ranks.tolist() if rank not in self._programs]
+        if len(first) == len(second) and fresh:
+            raise CannotDeriveError(
+                f"ranks {first[0]} and {second[0]} of {_name(self._layout, role)} communicate differently",
+                ranks=(fresh[0],),
+            )
+        return first, [rank for rank in own if rank not in first]
 
     def _derive(self, role: Role, *, instead: int) -> Program:
         source = role.representative
@@ -378,6 +415,8 @@ class _Inference:
         return self._moved(derived, rank)
 
     def _moved(self, program: Program, rank: int) -> Callable[[], Program]:
+        if program.rank == rank:
+            return lambda: program
         return lambda: _instantiator(program, self._layout).program_of(rank)
 
     def _sharded_makers(

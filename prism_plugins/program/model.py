@@ -138,6 +138,8 @@ class CommSignature(msgspec.Struct, frozen=True, kw_only=True):
     send_splits: tuple[int, ...] = ()
     """all_to_all with uneven splits: elements sent to each member; empty when even."""
     recv_splits: tuple[int, ...] = ()
+    site: str = ""
+    """``path:line`` of the call in the script or its framework; empty where it is not known."""
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from prism_plugins.moe_load import BALANCED
-from prism_plugins.program.model import SCHEMA, Phase
+from prism_plugins.program.model import SCHEMA, CommSignature, Phase
 from prism_plugins.program.prediction import Finding
 from prism_plugins.world.layout import Layout
 
@@ -118,6 +118,8 @@ class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The tensors the stage before announced, where stages do; known to slices of this very stage."""
     sends: str = ""
     """The tensors this stage announced to the next one, likewise."""
+    layers: int = 0
+    """Layers it holds, of all its chunks; 0: unknown."""
     flops_per_token: float = 0.0
     """Model FLOPs a token costs on this stage, likewise; 0: unknown."""
 
@@ -139,12 +141,57 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     equal kind run equal programs. Empty: all do."""
     partitions: FlatPartitions | None = None
     """Where the kinds are partitions of flat buffers: what the programs of other kinds are derived from."""
+    independent_ranks: bool = False
+    """Nothing says which ranks run alike (a script without a framework): each is sliced."""
     stage_headers: bool = False
     """A stage tells the next one shapes of what it will send: a slice needs the journal of the stage before it."""
     tokens_per_iteration: int = 0
     samples_per_iteration: int = 0
     model_flops_per_iteration: float = 0.0
     """Of the whole job, by the framework's own formula where it has one."""
+
+
+class GroupsMade(msgspec.Struct, frozen=True, kw_only=True):
+    """Process groups that one line of the script made one after the other."""
+
+    desc: str
+    site: str
+    count: int
+    first: tuple[int, ...]
+    """Ranks of the first one (at most 16)."""
+    digest: str
+    """Of the ranks of all of them."""
+
+
+class StartupCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A collective before the first iteration, ``count`` times in a row."""
+
+    group: str
+    group_size: int
+    group_digest: str
+    """Of the members."""
+    call: CommSignature
+    """Its ``group`` and ``site`` are blank."""
+    site: str
+    count: int
+
+
+class DataLoaderUse(msgspec.Struct, frozen=True, kw_only=True):
+    """A ``torch.utils.data.DataLoader`` that the script reads from."""
+
+    site: str
+    """Where it begins to be read."""
+    num_batches: int
+
+
+class Startup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a slice does with process groups before its first iteration, in order."""
+
+    groups: tuple[GroupsMade, ...] = ()
+    calls: tuple[StartupCall, ...] = ()
+    loaders: tuple[DataLoaderUse, ...] = ()
+    num_dropped: int = 0
+    """Calls beyond those kept."""
 
 
 class SliceReport(msgspec.Struct, kw_only=True):
@@ -166,6 +213,8 @@ class SliceReport(msgspec.Struct, kw_only=True):
     """CPU time of the process, all threads."""
     iteration_hashes: tuple[str, ...] = ()
     steady: bool = False
+    script_ended: bool = False
+    """The script ended by itself after these iterations; otherwise it would have trained on."""
     num_ops: int = 0
     """Device ops (KERNEL events) in the steady iteration."""
     num_comms: int = 0
@@ -188,6 +237,7 @@ class SliceReport(msgspec.Struct, kw_only=True):
     assumptions: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     """What the integration found wrong or doubtful about the job."""
+    startup: Startup = Startup()
     timers: tuple[tuple[str, int, int], ...] = ()
     """Spans that the framework's own timers measured in the last iteration: (name, ordinal of the EVENT_RECORD that
     begins it, of the one that ends it)."""

@@ -31,8 +31,8 @@ from prism_plugins.program.model import EventKind
 from prism_plugins.program.prediction import Breakdown
 from prism_plugins.simulate import interference
 from prism_plugins.simulate.compile import compile_stretch
+from prism_plugins.simulate.deadlock import explain_hang
 from prism_plugins.simulate.expand import break_down, expand_unit, join
-from prism_plugins.simulate.faults import SimulationFault
 from prism_plugins.simulate.fork import fork_points
 from prism_plugins.simulate.link import Layer
 from prism_plugins.simulate.prices import Pricer
@@ -148,7 +148,7 @@ class Simulation:
 
     def _run(self) -> None:
         if not self._machine.run():
-            raise self._hang()
+            raise explain_hang(self._layers, self._units, self._machine)
 
     def _interfere(self) -> None:
         """Simulate once more with what overlapping compute and collectives cost each other."""
@@ -163,39 +163,6 @@ class Simulation:
                 unit.forget()
             self._machine = Machine(self._layers, self._units)
             self._run()
-
-    def _hang(self) -> SimulationFault:
-        """Name the earliest rendezvous that somebody came to and somebody did not, and where that one stands."""
-        unit_of = {(id(unit.layer), unit.cell.index): unit for unit in self._units}
-        best: tuple[int, SimulationFault] | None = None
-        for slot in self._machine.open_slots():
-            layer = next(x for x in self._layers if x.first_slot <= slot < x.first_slot + x.num_slots)
-            here, absent = None, None
-            for cell in layer.cells_at(slot):
-                unit = unit_of[id(layer), cell]
-                op = layer.op_at(cell, slot)
-                if op is not None and self._machine.has_arrived(unit, op):
-                    here = (unit, op)
-                else:
-                    absent = unit
-            if here is None or absent is None:
-                continue
-            where = self._machine.position(absent)
-            stands_in = np.flatnonzero(absent.stretch.ops.event == where)
-            fault = SimulationFault(
-                kind="hang",
-                group=layer.group_name(here[0].cell.index, here[1]),
-                sequence=layer.channel_of(slot)[1],
-                waiting=layer.party(here[0].cell.index, here[1]),
-                other=absent.layer.party(
-                    absent.cell.index, int(stands_in[0]) if len(stands_in) else None, event=where
-                ),
-            )
-            if best is None or where < best[0]:
-                best = (where, fault)
-        if best is None:
-            raise RuntimeError("the simulation stopped without an open rendezvous; this is a defect of prism")
-        return best[1]
 
     def _summarise(self, began: float) -> Timeline:
         finish = [self._machine.finish_ns(leaf) for leaf in self._leaves]

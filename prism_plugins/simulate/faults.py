@@ -19,7 +19,17 @@ class Party(msgspec.Struct, frozen=True, kw_only=True):
 class SimulationFault(Exception):
     """The job would hang or corrupt data. Raised by the simulation; the conductor makes a finding of it."""
 
-    def __init__(self, *, kind: str, group: str, sequence: int, waiting: Party, other: Party) -> None:
+    def __init__(
+        self,
+        *,
+        kind: str,
+        group: str,
+        sequence: int,
+        waiting: Party,
+        other: Party,
+        chain: tuple[Party, ...] = (),
+        closed: bool = False,
+    ) -> None:
         self.kind = kind
         """``hang`` or ``mismatch``."""
         self.group = group
@@ -27,11 +37,25 @@ class SimulationFault(Exception):
         """Number of the call on its communicator, from 0 in the iteration."""
         self.waiting = waiting
         self.other = other
+        self.chain = chain
+        """Each waits for the next."""
+        self.closed = closed
+        """The last of the chain waits for the first."""
         super().__init__(self.message)
 
     @property
     def message(self) -> str:
         """One line: who waits in what, for whom, and where that one is."""
+        if self.closed or len(self.chain) > 1:
+            waits = " for ".join(
+                f"ranks {compact_ranks(party.ranks)}{', which' if i else ''} wait in {party.call} (phase {party.phase})"
+                for i, party in enumerate(self.chain)
+            )
+            if self.closed:
+                return f"deadlock: {waits} for ranks {compact_ranks(self.chain[0].ranks)}"
+            return (
+                f"hang: {waits} for ranks {compact_ranks(self.other.ranks)}, which are in {self.other.call}"
+            )
         verb = "waits for" if self.kind == "hang" else "does not match"
         return (
             f"{self.kind} in group {self.group}, call {self.sequence}: ranks {compact_ranks(self.waiting.ranks)} in "
@@ -41,9 +65,10 @@ class SimulationFault(Exception):
 
     def finding(self) -> Finding:
         """The fault as the report shows it."""
-        ranks = tuple(sorted({*self.waiting.ranks, *self.other.ranks}))
+        parties = (*self.chain, self.waiting, self.other)
+        ranks = tuple(sorted({rank for party in parties for rank in party.ranks}))
         return Finding(
-            kind=self.kind,
+            kind="deadlock" if self.closed else self.kind,
             severity="error",
             ranks=compact_ranks(ranks),
             phase=self.waiting.phase,

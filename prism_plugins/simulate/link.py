@@ -8,19 +8,15 @@ known without times is checked here: calls that meet must agree in kind and size
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 import numpy as np
 
-from prism_plugins.program.model import CommSignature, EventKind, Program
+from prism_plugins.program.calls import P2P, agreement, describe, phase_at
+from prism_plugins.program.model import CommSignature, Program
 from prism_plugins.simulate.compile import Stretch
 from prism_plugins.simulate.faults import Party, SimulationFault
 from prism_plugins.simulate.prices import Pricer, used_comms
 from prism_plugins.simulate.quotient import Cell, Quotient
-
-_ROOTED = ("broadcast", "reduce", "gather", "scatter")
-_P2P = ("send", "recv")
 
 
 class Linked(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +123,7 @@ class Layer:
             comm = program.comms[index]
             communicator = self.quotient.communicator[cell.index, comm.group]
             key: tuple[int, ...] = (communicator,)
-            if comm.kind in _P2P:
+            if comm.kind in P2P:
                 peer = self.quotient.peers[cell.index, index]
                 sends = comm.kind == "send"
                 pair = (cell.index, peer) if sends else (peer, cell.index)
@@ -142,7 +138,7 @@ class Layer:
         rows = []
         collectives: dict[int, list[int]] = {}
         for part in parts:
-            if comms[part].kind in _P2P:
+            if comms[part].kind in P2P:
                 rows.append(
                     (op, part, self._agree((agreement(comms[part]),)), float(stretch.prices.comm_ns[part]))
                 )
@@ -233,7 +229,8 @@ class Layer:
         else:
             at = int(stretch.ops.event[op])
             what = tuple(agreement(stretch.program.comms[part]) for part in stretch.ops.parts(op))
-            call = f"{describe(what)} in group {self.group_name(cell, op)}"
+            site = stretch.program.comms[stretch.ops.parts(op)[0]].site
+            call = f"{describe(what)} in group {self.group_name(cell, op)}" + (f" at {site}" if site else "")
         return Party(
             ranks=tuple(self.quotient.cells[cell].ranks.tolist()),
             call=call,
@@ -251,39 +248,6 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     duration_ns: np.ndarray
 
 
-def agreement(comm: CommSignature) -> tuple:
-    """What all members of a call must agree on."""
-    if comm.kind in _P2P:
-        return ("message", comm.nbytes)
-    if comm.kind == "barrier":
-        return ("barrier",)
-    if comm.kind == "all_to_all":
-        return ("all_to_all", 0 if comm.send_splits or comm.recv_splits else comm.nbytes)
-    if comm.kind == "gather":
-        size, root = comm.in_numel, comm.peer
-    elif comm.kind == "scatter":
-        size, root = comm.out_numel, comm.peer
-    else:
-        size, root = max(comm.in_numel, comm.out_numel), comm.peer if comm.kind in _ROOTED else -1
-    return (comm.kind, size, comm.dtype, root)
-
-
-def describe(what: Iterable[tuple]) -> str:
-    """For people: ``all_reduce of 4096 bfloat16``."""
-    texts = []
-    for part in what:
-        if part[0] == "message":
-            texts.append(f"a message of {part[1]} bytes")
-        elif len(part) == 4:
-            root = f" from member {part[3]}" if part[3] >= 0 else ""
-            texts.append(f"{part[0]} of {part[1]} {part[2]}{root}")
-        elif len(part) == 2:
-            texts.append(f"{part[0]} of {part[1]} bytes" if part[1] else f"{part[0]} with uneven splits")
-        else:
-            texts.append(str(part[0]))
-    return " + ".join(texts[:3]) + (f" + {len(texts) - 3} more" if len(texts) > 3 else "")
-
-
 def merged(parts: list[CommSignature]) -> CommSignature:
     """Coalesced calls of one communicator as one: their sizes add up, the latency is paid once."""
     return msgspec.structs.replace(
@@ -293,25 +257,6 @@ def merged(parts: list[CommSignature]) -> CommSignature:
         send_splits=(),
         recv_splits=(),
     )
-
-
-def phase_at(program: Program, event: int) -> str:
-    """Name of the phase that is open at an event."""
-    kind = program.events["kind"][: event + 1]
-    edges = np.flatnonzero((kind == EventKind.PHASE_BEGIN) | (kind == EventKind.PHASE_END))
-    if not len(edges):  # a branch may begin inside a phase, whose end comes first then
-        later = np.flatnonzero(program.events["kind"] == EventKind.PHASE_END)
-        earlier = np.flatnonzero(program.events["kind"] == EventKind.PHASE_BEGIN)
-        if not len(later) or (len(earlier) and earlier[0] < later[0]):
-            return "none"
-        edge = later[0]
-    elif kind[edges[-1]] == EventKind.PHASE_END:
-        return "none"
-    else:
-        edge = edges[-1]
-    phase = program.phases[int(program.events["ref"][edge])]
-    labels = (("micro-batch", phase.microbatch), ("chunk", phase.chunk))
-    return phase.kind + "".join(f" {label} {value}" for label, value in labels if value >= 0)
 
 
 def _distance(program: Program, comm: CommSignature) -> int:

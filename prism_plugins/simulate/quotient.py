@@ -9,13 +9,16 @@ classes.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 import numpy as np
 
+from prism_plugins.costs.base import Price
 from prism_plugins.program.job import JobPrograms
-from prism_plugins.program.model import Program
+from prism_plugins.program.model import CommSignature, Program
 from prism_plugins.simulate.faults import Party, SimulationFault
-from prism_plugins.simulate.prices import Pricer, comm_ranks
+from prism_plugins.simulate.prices import comm_ranks
 from prism_plugins.simulate.sources import ClassSource
 
 
@@ -65,10 +68,21 @@ class World(msgspec.Struct, kw_only=True):
     p2p_label: np.ndarray
 
 
-def survey(job: JobPrograms, sources: list[ClassSource], pricer: Pricer) -> World:
+class PricesCalls(Protocol):
+    """What :func:`survey` needs of a pricer."""
+
+    def price_comm(self, program: Program, comm: CommSignature) -> Price:
+        """Price one call."""
+        ...
+
+
+def survey(
+    job: JobPrograms, sources: list[ClassSource], pricer: PricesCalls, *, attendance: bool = True
+) -> World:
     """Walk over all ranks once. Costs some microseconds per rank and group.
 
-    Raises :class:`SimulationFault` when members of a group take part in no collective that others call on it.
+    Raises :class:`SimulationFault` when members of a group take part in no collective that others call on it, if
+    ``attendance`` is to be checked.
     """
     num_ranks = job.layout.world_size
     class_of_rank = np.full(num_ranks, -1, dtype=np.int64)
@@ -95,7 +109,8 @@ def survey(job: JobPrograms, sources: list[ClassSource], pricer: Pricer) -> Worl
         raise ValueError(f"rank {int(np.argmin(class_of_rank))} belongs to no class")
     e = np.array(entries, dtype=np.int64).reshape(-1, 3)
     q = np.array(p2p, dtype=np.int64).reshape(-1, 4)
-    communicators.check_attendance(e[:, 2], e[:, 0])
+    if attendance:
+        communicators.check_attendance(e[:, 2], e[:, 0])
     return World(
         num_ranks=num_ranks,
         class_of_rank=class_of_rank,
@@ -128,7 +143,7 @@ class _Communicators:
         """Start counting a rank's groups of the same name."""
         self._seen = {}
 
-    def number(self, program: Program, g: int, probe: int | None, pricer: Pricer) -> int:
+    def number(self, program: Program, g: int, probe: int | None, pricer: PricesCalls) -> int:
         """The communicator of a program's group; ``probe`` is a collective on it, if there is one."""
         group = program.groups[g]
         known = self._ranks.get(id(group.ranks))

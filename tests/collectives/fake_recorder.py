@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from prism_plugins.program.model import CommSignature, GroupInfo
 
 
@@ -9,6 +11,9 @@ class FakeRecorder:
     def __init__(self) -> None:
         self.groups: list[GroupInfo] = []
         self.comms: list[tuple[CommSignature, int, bool]] = []
+        self.sites: list[str] = []
+        """Where the calls were made."""
+        self.made: list[tuple[tuple[int, ...], str]] = []
         self.waits: list[int] = []
         self.recording = True
         self._work = 0
@@ -23,7 +28,11 @@ class FakeRecorder:
         return self._work
 
     def comm(self, signature: CommSignature, *, work: int, is_async: bool) -> None:
-        self.comms.append((signature, work, is_async))
+        self.sites.append(signature.site)
+        self.comms.append((msgspec.structs.replace(signature, site=""), work, is_async))
+
+    def group_made(self, ranks: tuple[int, ...], desc: str, site: str) -> None:
+        self.made.append((ranks, desc))
 
     def wait(self, work: int) -> None:
         self.waits.append(work)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from prism_plugins.program.calls import agreement
 from prism_plugins.program.model import EventFlag, EventKind, Program
-from prism_plugins.simulate.link import agreement, merged
+from prism_plugins.simulate.link import merged
 from prism_plugins.simulate.prices import HOST_NS_PER_WAIT, comm_ranks
 
 

@@ -50,8 +50,26 @@ def test_calls_in_opposite_order_are_a_mismatch_or_a_hang() -> None:
     fault = run(a, b)
     assert fault.kind == "hang"
     assert {fault.waiting.ranks, fault.other.ranks} == {(0,), (1,)}
+    assert fault.finding().kind == "deadlock"
+    assert fault.closed
+    assert [party.ranks for party in fault.chain] in ([(0,), (1,)], [(1,), (0,)])
     assert "DP" in fault.message
     assert "TP" in fault.message
+
+
+def test_a_chain_of_waits_is_followed_to_the_rank_that_left() -> None:
+    (a, b, c) = builders = [Builder(r) for r in range(3)]
+    left, right = ([x.group(pair, str(pair)) for x in builders] for pair in ((0, 1), (1, 2)))
+    b.comm(collective(right[1]))
+    c.comm(collective(right[2]))
+    b.comm(collective(right[1]))
+    b.comm(collective(left[1]))
+    a.comm(collective(left[0]))
+    fault = run(a, b, c)
+    assert not fault.closed
+    assert "(1, 2)" in fault.message
+    assert fault.other.ranks == (2,)
+    assert "no further call" in fault.message
 
 
 def test_different_kinds_that_meet_are_a_mismatch() -> None:

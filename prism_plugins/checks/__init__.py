@@ -1,0 +1,1 @@
+"""Findings about a job's programs before it runs: see docs/checks.md."""

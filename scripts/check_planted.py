@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""Emulate every training script of scripts/planted twice, with its bug and with --clean: the bug has to be found, and
+found where it is; the clean script has to have no finding.
+
+    python scripts/check_planted.py [--only branch,send_send] [--table]
+
+``--table`` prints the rows of docs/checks.md. Exits 1 if a bug was missed, or something was found in a clean script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+PLANTED = Path(__file__).parent / "planted"
+WORLD = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What has to be found."""
+
+    kind: str
+    """Of the finding."""
+    ranks: tuple[int, ...]
+    """Ranks that the message has to name, in lists of its own."""
+    site: str = ""
+    """A source line that it has to name: a text of that line."""
+    world: int = WORLD
+    args: tuple[str, ...] = ()
+
+
+CASES = {
+    "branch": Case(kind="missing_call|mismatch", ranks=(2,), site="all_reduce"),
+    "missing_barrier": Case(kind="missing_call|mismatch", ranks=(0,), site="barrier"),
+    "startup_barrier": Case(kind="startup", ranks=(0,), site="barrier"),
+    "group_order": Case(kind="groups", ranks=(), site="new_group"),
+    "group_of_some": Case(kind="groups", ranks=(), site="new_group"),
+    "uneven_batches": Case(kind="uneven_batches", ranks=(3,), site="DataLoader"),
+    "early_exit": Case(kind="early_exit", ranks=(1,)),
+    "message_size": Case(kind="message_size", ranks=(0,), site="dist.recv"),
+    "unmatched_send": Case(kind="unmatched_message", ranks=(3,), site="isend"),
+    "send_send": Case(kind="deadlock", ranks=(0, 1), site="dist.send"),
+    "ring_of_groups": Case(kind="deadlock", ranks=(0, 1, 2, 3), site="all_reduce"),
+    "communicator_order": Case(kind="order", ranks=(), site="all_reduce"),
+    "wrong_root": Case(kind="mismatch", ranks=(), site="broadcast"),
+    "other_dtype": Case(kind="mismatch", ranks=(3,), site="all_reduce"),
+    "other_kind": Case(kind="mismatch", ranks=(1,), site="all_gather"),
+    "split_sizes": Case(kind="message_size", ranks=(0, 1), site="all_to_all"),
+}
+
+
+def main() -> int:
+    """Run the cases; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(CASES)}")
+    parser.add_argument("--table", action="store_true", help="print rows of a Markdown table")
+    args = parser.parse_args()
+    failures = 0
+    for name in args.only.split(",") if args.only else CASES:
+        failures += not check(name, table=args.table)
+    return 1 if failures else 0
+
+
+def check(name: str, *, table: bool) -> bool:
+    """Emulate one script both ways and print what was found; True when all is as it should be."""
+    case = CASES[name]
+    found = missed(name, case, findings(name, case))
+    clean = findings(name, case, "--clean")
+    ok = not found.startswith("MISSED") and not clean
+    if table:
+        print(f"| `{name}` | {found} |", flush=True)
+    else:
+        false_alarms = f"; FALSE ALARM without the bug: {clean}" if clean else ""
+        print(f"{name}: {found}{false_alarms}", flush=True)
+    return ok
+
+
+def findings(name: str, case: Case, *args: str) -> list[dict]:
+    """Findings of one emulation. Infos about a layout are none of a bug's business."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "run"
+        command = [
+            sys.executable, "-m", "prism_plugins.run", str(PLANTED / f"{name}.py"), *args, *case.args,
+            "--prism-emulate", f"--prism-world-size={case.world}", f"--prism-out={out}",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if not (out / "prediction.json").exists():
+            raise SystemExit(f"{name} {' '.join(args)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        prediction = json.loads((out / "prediction.json").read_text())
+    return [f for f in prediction["findings"] if f["severity"] != "info"]
+
+
+def missed(name: str, case: Case, found: list[dict]) -> str:
+    """The message that names the bug, or MISSED and what was found instead."""
+    source = (PLANTED / f"{name}.py").read_text().splitlines()
+    sites = [f"{name}.py:{i}" for i, line in enumerate(source, start=1) if case.site in line]
+    for finding in found:
+        message = finding["message"]
+        if (
+            finding["kind"] in case.kind.split("|")
+            and all(
+                f"ranks {rank}" in message or f"rank {rank}" in message or named(message, rank)
+                for rank in case.ranks
+            )
+            and (not case.site or any(site in message for site in sites))
+        ):
+            return f"{finding['kind']}: {message}"
+    return f"MISSED ({case.kind}); found {[(f['kind'], f['message']) for f in found]}"
+
+
+def named(message: str, rank: int) -> bool:
+    """Whether a list of ranks in the message has the rank."""
+    words = message.replace(",", " ").replace(":", " ").split()
+    for word in words:
+        first, _, last = word.partition("-")
+        if first.isdigit() and (last or first).isdigit() and int(first) <= rank <= int(last or first):
+            return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
