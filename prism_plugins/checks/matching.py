@@ -85,9 +85,9 @@ def _difference(job: JobCalls, usual: list[tuple[int, Calls]], other: list[tuple
     group = cell_a.group_text(int(a.comm[0]))
     where = f"in group {group}, call {at}: "
     extra = len(a.key) - len(b.key)
-    if extra > 0 and np.array_equal(a.key[at + extra :], b.key[at:]):
+    if extra > 0 and _within(b.key, a.key):
         kind, text = "missing_call", _missing(cell_a, a, cell_b, b, at, extra, ranks_a, ranks_b)
-    elif extra < 0 and np.array_equal(b.key[at - extra :], a.key[at:]):
+    elif extra < 0 and _within(a.key, b.key):
         kind, text = "missing_call", _missing(cell_b, b, cell_a, a, at, -extra, ranks_b, ranks_a)
     elif at >= common:
         longer = (cell_a, a, ranks_a, ranks_b) if extra > 0 else (cell_b, b, ranks_b, ranks_a)
@@ -106,6 +106,12 @@ def _difference(job: JobCalls, usual: list[tuple[int, Calls]], other: list[tuple
         phase=_phase(cell_a, a, min(at, len(a.key) - 1)),
         message=where + text,
     )
+
+
+def _within(shorter: np.ndarray, longer: np.ndarray) -> bool:
+    """Whether one sequence is the other with some of its calls left out."""
+    rest = iter(longer.tolist())
+    return all(key in rest for key in shorter.tolist())
 
 
 def _splits(job: JobCalls, sides: list[tuple[int, str, Calls]]) -> Iterator[Finding]:
