@@ -86,8 +86,8 @@ def _rows(program: Program, tables: _Tables) -> np.ndarray:
     # Whether a value that is read back was computed is prism's matter, not the job's.
     rows["flags"] &= np.uint8(0xFF ^ EventFlag.SYNTHESIZED)
     for kind, keys in (
-        (EventKind.KERNEL, [_op_key(s) for s in program.signatures]),
-        (EventKind.COMM, [_comm_key(program, i) for i in range(len(program.comms))]),
+        (EventKind.KERNEL, [op_key(s) for s in program.signatures]),
+        (EventKind.COMM, [comm_key(program, i) for i in range(len(program.comms))]),
         (EventKind.PHASE_BEGIN, [("phase", p) for p in program.phases]),
         (EventKind.PHASE_END, [("phase", p) for p in program.phases]),
     ):
@@ -124,7 +124,8 @@ def _sizes(program: Program) -> np.ndarray:
     return nbytes[order][np.minimum(where, len(ids) - 1)] if len(ids) else np.zeros(len(events), np.int64)
 
 
-def _op_key(signature: OpSignature) -> Hashable:
+def op_key(signature: OpSignature) -> Hashable:
+    """Equal for ops that are the same."""
     return (
         signature.op,
         signature.inputs,
@@ -134,7 +135,8 @@ def _op_key(signature: OpSignature) -> Hashable:
     )
 
 
-def _comm_key(program: Program, index: int) -> Hashable:
+def comm_key(program: Program, index: int) -> Hashable:
+    """Equal for calls that are the same, by the same ranks."""
     comm = program.comms[index]
     group = program.groups[comm.group]
     return (msgspec.structs.replace(comm, group=0, site=""), group.ranks, group.desc, group.backend)

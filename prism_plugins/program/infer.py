@@ -22,6 +22,7 @@ from prism_plugins.program.instantiate import Instantiator
 from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.kinds import KindIndex, wanted_of_role
 from prism_plugins.program.model import EventKind, Program
+from prism_plugins.program.rebase import rebased
 from prism_plugins.program.shards import (
     Pattern,
     RankShards,
@@ -194,7 +195,7 @@ class _Inference:
         variants, variant_of = self._variants(role, ranks, exemplar, shards, own)
         approximated: frozenset[int] = frozenset()
         if not shards:
-            variants, variant_of, approximated = self._kinds(role, ranks, source, own, special)
+            variants, variant_of, approximated = self._kinds(role, ranks, exemplar, source, own, special)
         if special:
             makers = {key: variants.maker(key) for key in variants} if variants else {}
             for rank in special:
@@ -202,7 +203,7 @@ class _Inference:
                 if users:  # a shard that others have as well keeps its variant under another name
                     makers[users[0]] = makers[rank]
                     variant_of |= dict.fromkeys(users, users[0])
-                makers[rank] = self._moved(self._programs[rank], rank)
+                makers[rank] = self._moved(self._rebased(self._programs[rank], exemplar), rank)
                 variant_of[rank] = rank
             variants = LazyVariants(makers)
         return RankClass(
@@ -297,7 +298,13 @@ class _Inference:
         return LazyVariants({key: makers[key] for key in sorted(makers)}), variant_of
 
     def _kinds(
-        self, role: Role, ranks: np.ndarray, source: int, own: list[int], special: list[int]
+        self,
+        role: Role,
+        ranks: np.ndarray,
+        exemplar: Program,
+        source: int,
+        own: list[int],
+        special: list[int],
     ) -> tuple[Mapping[int, Program], dict[int, int], frozenset[int]]:
         """Programs by kind of rank: of the sliced kinds, for others derived ones where that can be done, else those of
         the most similar sliced kind; variants, who has which, and the ranks that are approximated."""
@@ -311,7 +318,8 @@ class _Inference:
         if own:
             self._want(role, index, sources, special)
         needed = {index.kind(rank) for rank in ranks.tolist() if rank not in special}
-        partitioned = self._partitioned(role, index, sources, needed)
+        programs = {rank: self._of_role(role, rank, exemplar) for rank in sources.values()}
+        partitioned = self._partitioned(index, sources, programs, needed)
         underived = {index.form(kind) for kind in needed - set(sources) - set(partitioned)} - {None}
         if own and underived:
             self._want(role, index, sources, special, underived)
@@ -338,7 +346,7 @@ class _Inference:
                 continue
             if taken not in key_of:
                 key_of[taken] = rank
-                makers[rank] = self._of_kind(role, sources[taken], rank)
+                makers[rank] = self._moved(programs[sources[taken]], rank)
             variant_of[rank] = key_of[taken]
         return LazyVariants(makers), variant_of, frozenset(approximated)
 
@@ -359,7 +367,11 @@ class _Inference:
             )
 
     def _partitioned(
-        self, role: Role, index: KindIndex, sources: Mapping[int, int], needed: Collection[int]
+        self,
+        index: KindIndex,
+        sources: Mapping[int, int],
+        programs: Mapping[int, Program],
+        needed: Collection[int],
     ) -> dict[int, PartitionedProgram]:
         """For each kind whose program can be derived, what it is derived from."""
         partitions = index.partitions
@@ -371,15 +383,12 @@ class _Inference:
             sources.items(), key=lambda item: richness(partitions, item[0]), reverse=True
         ):
             form = index.form(kind)
+            # What is derived from another slice must be what this one did.
+            if any(_contradicts(other, kind, programs[rank]) for other in prepared.get(form, ())):
+                wrong.add(form)
+            buckets = self._reports[rank].gradient_buckets
             try:
-                program = self._programs[rank]
-                if self._layout.coords(rank)["pp"] != role.stage:
-                    program = self._derive_from(rank, role, instead=rank)
-                # What is derived from another slice must be what this one did.
-                if any(_contradicts(other, kind, program) for other in prepared.get(form, ())):
-                    wrong.add(form)
-                buckets = self._reports[rank].gradient_buckets
-                partitioned = PartitionedProgram(program, partitions, kind, buckets)
+                partitioned = PartitionedProgram(programs[rank], partitions, kind, buckets)
             except CannotDeriveError:
                 continue
             prepared.setdefault(form, []).append(partitioned)
@@ -408,11 +417,19 @@ class _Inference:
             if (coords := self._layout.coords(rank))["pp"] == stage and (coords["tp"] == 0) == role.tp_first
         ]
 
-    def _of_kind(self, role: Role, source: int, rank: int) -> Callable[[], Program]:
-        if self._layout.coords(source)["pp"] == role.stage:
-            return self._moved(self._programs[source], rank)
-        derived = self._derive_from(source, role, instead=rank)
-        return self._moved(derived, rank)
+    def _of_role(self, role: Role, source: int, exemplar: Program) -> Program:
+        """The program of a sliced rank, or of its peer in the role's stage, in the numbers of the exemplar."""
+        program = self._programs[source]
+        if self._layout.coords(source)["pp"] != role.stage:
+            peer = self._peer_in_stage(source, role.stage)
+            derived = self._derive_from(source, role, instead=peer)
+            program = _instantiator(derived, self._layout).program_of(peer)
+        return self._rebased(program, exemplar)
+
+    def _rebased(self, program: Program, exemplar: Program) -> Program:
+        if program.rank == exemplar.rank:
+            return exemplar if program is exemplar else program
+        return rebased(program, _instantiator(exemplar, self._layout).program_of(program.rank))
 
     def _moved(self, program: Program, rank: int) -> Callable[[], Program]:
         if program.rank == rank:

@@ -51,7 +51,9 @@ class ClassSource:
 
     def program_of(self, rank: int) -> Program:
         """A rank's tables with its own groups and peers; a variant's events end where it differs from the exemplar."""
-        source = self._source(rank)
+        return self._moved(self._source(rank), rank)
+
+    def _moved(self, source: _Source, rank: int) -> Program:
         if source.program.rank == rank:
             return source.program
         if source.instantiator is None:
@@ -92,7 +94,8 @@ class ClassSource:
         return self._exemplar if variant is None else self._variants[variant]
 
     def _look_at(self, variant: Program) -> _Source:
-        difference = first_difference(self.cls.exemplar, variant)
+        # Peers differ from rank to rank.
+        difference = first_difference(self._moved(self._exemplar, variant.rank), variant)
         light = Program(
             rank=variant.rank,
             events=self.cls.exemplar.events[:difference],

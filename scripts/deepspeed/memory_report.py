@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--empty-cache", action="store_true", help="give unused memory back before each step")
     parser.add_argument("--steps", type=int, default=4)
     args = parser.parse_args()
     zero = {"stage": 3}
@@ -61,6 +62,9 @@ def main() -> None:
     show("initialize")
     tokens = torch.randint(0, 30000, (args.batch, args.seq), device=engine.device)
     for step in range(args.steps):
+        if args.empty_cache:
+            torch.cuda.empty_cache()
+            show(f"empty {step + 1}")
         loss = engine(input_ids=tokens, labels=tokens).loss
         show(f"forward {step + 1}")
         engine.backward(loss)

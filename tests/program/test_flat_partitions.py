@@ -1,6 +1,7 @@
 """Programs of ranks that own other partitions of flat buffers, derived from a few sliced ranks."""
 
 import msgspec
+import numpy as np
 import pytest
 
 from prism_plugins.errors import CannotDeriveError
@@ -8,6 +9,8 @@ from prism_plugins.program.compare import compare_programs
 from prism_plugins.program.flat_partitions import PartitionedProgram, form_of
 from prism_plugins.program.infer import infer_job, program_of
 from prism_plugins.program.kinds import plan_kinds
+from prism_plugins.program.model import EventKind
+from prism_plugins.simulate.sources import ClassSource
 from prism_plugins.world.audit import audit_ranks
 from prism_plugins.world.classes import plan_representatives
 from tests.program.partition_model import PartitionedJob
@@ -44,6 +47,15 @@ def test_every_rank_is_exact(dp, buckets, micro_batches):
     assert len(sliced) <= 5
     for rank, real in job.programs.items():
         assert compare_programs(program_of(inferred, rank), real) is None, rank
+
+
+def test_ranks_are_alike_up_to_the_first_copy():
+    """However their processes numbered ops and allocations: the simulation runs that part once."""
+    job = PartitionedJob([GROUP], BACKWARD, dp=12)
+    inferred, _ = infer(job)
+    source = ClassSource(inferred, 0)
+    events = inferred.classes[0].exemplar.events
+    assert source.first_difference() > np.flatnonzero(events["kind"] == EventKind.COMM)[0]
 
 
 def test_two_parameter_groups_and_parameters_that_no_norm_counts():
@@ -112,7 +124,7 @@ def test_slices_that_contradict_each_other_are_not_derived_from():
     other = next(r for r in range(64) if r not in sliced and form_of(partitions, kind_of[r]) == many)
     programs = dict(job.programs)
     events = programs[other].events.copy()
-    events["value"][events["kind"] == 8] += 2  # ALLOC
+    events["value"][events["kind"] == EventKind.ALLOC] += 2
     programs[other] = msgspec.structs.replace(programs[other], events=events)
     ranks = sliced | {other}
     with pytest.raises(CannotDeriveError, match="owns such parameter fragments"):
