@@ -13,6 +13,7 @@ from prism_plugins.costs.cluster import Cluster, check_world, load_cluster
 from prism_plugins.costs.model import load_calibration
 from prism_plugins.costs.nccl.settings import parse_settings
 from prism_plugins.emit import JobView, emit_all
+from prism_plugins.errors import PrismError
 from prism_plugins.local_rank import check_local_rank
 from prism_plugins.options import LOGGING_RANK, Job
 from prism_plugins.physical import (
@@ -170,6 +171,11 @@ def slices_of(
     """Run the lead slice, plan from its facts, run the others. The runner takes further ranks in the block."""
     options = job.options
     for_real = runs_for_real(options, launch)
+    if for_real and options.device == "cuda":
+        raise PrismError(
+            "--prism-device cuda with every rank of the world launched and of interest is the job itself: leave out the flag "
+            "to run it, or leave out --prism-ranks to share the slices"
+        )
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(SlicePool(options.jobs, progress.line))
         executors: list[Executor] = [pool]

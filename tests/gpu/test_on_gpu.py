@@ -1,0 +1,194 @@
+"""On a real GPU: the timer kernel, answers without memory, a slice and its replay, faults. Skipped without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from prism_plugins.collectives import mirror, values
+from prism_plugins.gpu.recorder import GpuRecorder
+from prism_plugins.gpu.timing import make_schedule
+from prism_plugins.program.model import CommSignature, EventKind, GroupInfo, Phase
+from prism_plugins.program.replay import ReplayCall, ReplayPlan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.version.cuda is None or not torch.cuda.is_available(), reason="needs a real GPU"
+    ),
+]
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "train_gpt_megatron.py"
+SMALL = (
+    "--num-layers 4 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 8 --seq-length 1024 "
+    "--micro-batch-size 2 --global-batch-size 8 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
+)
+
+
+def elapsed_us(work) -> float:
+    times = []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)  # so that launching does not show
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+@pytest.fixture(scope="module")
+def timer():
+    from prism_plugins.replay.device_timer import GlobalTimer
+
+    return GlobalTimer()
+
+
+@pytest.mark.parametrize("us", [20, 200, 5000])
+@pytest.mark.parametrize("channels", [0, 16])
+def test_a_call_takes_its_predicted_time(timer, us: int, channels: int) -> None:
+    stream = torch.cuda.current_stream()
+
+    def call() -> None:
+        timer.reached(1, stream)
+        timer.take_part(
+            1, stream, duration_ns=us * 1e3, peers_ns=-1, channels=channels, hbm_bytes=us * 1e-6 * 1e12
+        )
+
+    assert us <= elapsed_us(call) <= us + 8
+
+
+def test_late_peers_come_at_their_time_and_long_iterations_do_not_overflow(timer) -> None:
+    stream = torch.cuda.current_stream()
+
+    def call(peers_ns: float) -> None:
+        timer.begin(stream)
+        timer.reached(2, stream)
+        timer.take_part(2, stream, duration_ns=1e5, peers_ns=peers_ns, channels=0, hbm_bytes=0)
+
+    assert elapsed_us(lambda: call(3e6)) == pytest.approx(3_100, abs=15)
+    assert elapsed_us(lambda: call(0)) == pytest.approx(100, abs=15)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call(2.5e9)
+    end.record()
+    end.synchronize()
+    assert begin.elapsed_time(end) == pytest.approx(2_500, rel=0.002), "beyond 31 bits of nanoseconds"
+
+
+def test_answers_of_peers_take_no_memory() -> None:
+    full = torch.randn(4, 1 << 20, device="cuda", dtype=torch.bfloat16)
+    shard, out = full[1], torch.empty(1 << 20, device="cuda", dtype=torch.bfloat16)
+    expected = full[1].float() * 4
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    mirror.reduce_scatter_flat(out, full, "SUM", 4, 1)
+    assert torch.equal(out.float(), expected)
+    mirror.reduce_(out, "SUM", 4)
+    mirror.all_gather_flat(full, shard, 4)
+    assert torch.equal(full[0], full[3])
+    mirror.reduce_scatter_flat(full[2], full, "SUM", 4, 2)
+    values.fill_plausible(full, full, scale=0.5)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() == before
+    assert full.float().std().item() == pytest.approx(0.5, rel=0.01)
+
+
+def matmuls(recorder: GpuRecorder, x: torch.Tensor, y: torch.Tensor, group: int, times: int) -> None:
+    recorder.begin_phase(Phase(kind="forward", microbatch=0))
+    for _ in range(times):
+        torch.mm(x, x, out=y)
+    recorder.comm(
+        CommSignature(
+            kind="all_reduce", group=group, dtype="bfloat16", in_numel=y.numel(), out_numel=y.numel()
+        ),
+        work=recorder.new_work(),
+        is_async=False,
+    )
+    with recorder.answering():
+        y.mul_(0.5)
+    recorder.end_phase()
+
+
+def test_the_recorder_measures_what_events_measure(tmp_path: Path) -> None:
+    recorder = GpuRecorder(make_schedule(9), work_dir=tmp_path)
+    group = recorder.group(GroupInfo(ranks=(0, 1), name="g"))
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    for _ in range(9):
+        recorder.start()
+        matmuls(recorder, x, y, group, 20)
+        iteration = recorder.stop()
+    assert recorder.has_program
+    kinds = iteration.events["kind"].tolist()
+    assert kinds.count(EventKind.KERNEL) == 20, "the answer is no part of it"
+    assert [kinds.count(k) for k in (EventKind.COMM, EventKind.PHASE_BEGIN, EventKind.PHASE_END)] == [1, 1, 1]
+    measured = recorder.measured(0)
+    (op,) = measured.ops
+    assert op.signature.op.startswith("aten::mm")
+    alone = elapsed_us(lambda: [torch.mm(x, x, out=y) for _ in range(20)]) / 20
+    assert op.ns / 1e3 == pytest.approx(alone, rel=0.1)
+    assert len(measured.iteration_ms) == 4
+    assert not list(tmp_path.iterdir()), "traces are removed"
+
+
+def test_a_replay_takes_the_time_of_its_plan(tmp_path: Path) -> None:
+    from prism_plugins.replay.participants import ReplayRecorder
+
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    call = ReplayCall("all_reduce", y.nbytes, 4e6, channels=8, hbm_bytes=1e9)
+    plan = ReplayPlan(rank=0, iteration_ns=30e6, idle_ns=1.0, calls=(call,))
+    recorder = ReplayRecorder(plan, iterations=12, work_dir=tmp_path)
+    group = recorder.group(GroupInfo(ranks=(0, 1), name="g"))
+    for _ in range(12):
+        recorder.start()
+        matmuls(recorder, x, y, group, 5)
+        recorder.stop()
+    result = recorder.result()
+    assert (result.unmatched, result.calls, result.timer) == (0, 1, "globaltimer")
+    assert statistics.median(result.iteration_ms[4:]) == pytest.approx(30.0, rel=0.01), "waits for the others"
+
+
+def launch(tmp_path: Path, *flags: str, timeout: float = 150) -> subprocess.CompletedProcess:
+    command = [
+        sys.executable, "-m", "prism_plugins.run", str(SCRIPT), *SMALL.split(), "--prism-emulate", "--prism-device", "cuda",
+        "--prism-cluster", "dgx-h200", "--prism-out", str(tmp_path / "run"), *flags,
+    ]  # fmt: skip
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env={**os.environ}, cwd=tmp_path
+    )
+
+
+def test_a_job_is_sliced_simulated_and_replayed(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    done = launch(tmp_path, "--prism-world-size", "2", "--prism-iterations", "9")
+    assert done.returncode == 0, done.stderr[-3000:]
+    prediction = json.loads((tmp_path / "run" / "prediction.json").read_text())
+    assert prediction["device"] == "cuda"
+    assert prediction["iteration_time_ms"] > 1
+    assert not prediction["unpriced_ops"]
+    (replay,) = prediction["replay"]
+    assert replay["unmatched_calls"] == 0
+    assert "elapsed time per iteration" in (tmp_path / "run" / replay["log"]).read_text()
+    report = json.loads((tmp_path / "run" / "slices" / "0" / "report.json").read_text())
+    assert report["steady"]
+    assert report["peak_allocated_bytes"] == replay["peak_allocated_bytes"], "both are the real allocator's"
+
+
+def test_out_of_memory_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    done = launch(tmp_path, "--prism-world-size", "1", "--prism-gpu-memory", "2GiB")
+    assert done.returncode == 2
+    (line,) = [x for x in done.stderr.splitlines() if x.startswith("prism: error:")]
+    assert "does not fit the cap of 2.0 GiB" in line
+    assert "Traceback" not in done.stderr
