@@ -100,6 +100,10 @@ class Slice:
         kinds = program.events["kind"]
         for line in device_assumptions(stats):
             context.assume(line)
+        if context.period > 1:
+            context.assume(
+                f"iterations repeat every {context.period} steps (something is done in some of them only): the last one counts"
+            )
         if not context.steady:
             context.assume(
                 f"rank {self.spec.rank}: no two of {len(context.hashes)} iterations in a row were equal; the last one counts"

@@ -1,8 +1,8 @@
 """The slice's side of :class:`prism_plugins.integration.SliceContext`: phases, iterations, patches, facts.
 
 Iterations are recorded one at a time. Two in a row (of those that begin alike) whose device events hash equal are
-steady: the later one is the program, and the slice ends when the next iteration would begin (so that the log line of
-the steady one is still printed).
+steady, and so are iterations that repeat with a period (a log line every other step): the last one is the program, and
+the slice ends when the next iteration would begin (so that the log line of the steady one is still printed).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prism_plugins.program.model import MemoryCategory, Phase
 from prism_plugins.program.prediction import Finding
 from prism_plugins.program.slices import JobFacts, SliceSpec
 from prism_plugins.rundir import write_json
-from prism_plugins.steadiness import iteration_hash
+from prism_plugins.steadiness import iteration_hash, period_of
 
 
 class Patch(NamedTuple):
@@ -71,13 +71,14 @@ class Context:
         self.hashes: list[str] = []
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
-        self.steady = False
+        self.period = 0
+        """Iterations after which what they do repeats; 0 as long as it does not."""
         self.ended = False
         """The script came to its end by itself."""
         self._began: float | None = None
         self._began_cpu = 0.0
         self._ends_by_next = False
-        self._last_digest: dict[bool, str] = {}
+        self._digests: dict[bool, list[str]] = {True: [], False: []}
         self._continues = False
         """The iteration began where the one before ended, with what the script does in between. One that follows an
         evaluation begins later: it is compared with others of its kind only."""
@@ -188,8 +189,9 @@ class Context:
         self.iteration_buckets = list(self._buckets)
         self.iteration_stats = self.recorder.stats()
         digest = iteration_hash(self.iteration.events)
-        self.steady = self._last_digest.get(self._continues) == digest
-        self._last_digest[self._continues] = digest
+        alike = self._digests[self._continues]
+        alike.append(digest)
+        self.period = period_of(alike)
         self.hashes.append(digest)
         self._on_iteration()
 
@@ -235,6 +237,11 @@ class Context:
         self.log_lines.append(text)
 
     # --- what slice.py reads ---
+
+    @property
+    def steady(self) -> bool:
+        """Enough iterations were seen."""
+        return self.period > 0
 
     @property
     def phase_text(self) -> str:

@@ -1,8 +1,9 @@
-"""Are two recorded iterations the same device program? Compared by hash, with run-wide ids made relative."""
+"""Are recorded iterations the same device program, and after how many do they repeat? Compared by hash, with run-wide ids made relative."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -36,6 +37,15 @@ def iteration_hash(events: np.ndarray) -> str:
     for column in (device["kind"], device["flags"], device["stream"], ids, works):
         digest.update(np.ascontiguousarray(column).tobytes())
     return digest.hexdigest()
+
+
+def period_of(digests: Sequence[str]) -> int:
+    """After how many iterations the last ones repeat: 1 when the last two are equal, n when the last n are the n before;
+    0 when nothing repeats."""
+    for period in range(1, len(digests) // 2 + 1):
+        if digests[-period:] == digests[-2 * period : -period]:
+            return period
+    return 0
 
 
 def _by_first_use(ids: np.ndarray) -> np.ndarray:

@@ -79,6 +79,26 @@ def test_ends_when_the_next_iteration_would_begin_after_two_equal_ones(context):
     assert len(context.hashes) == 3
 
 
+@pytest.mark.parametrize(("kernels", "period"), [([9, 1, 2, 1, 2, 1], 2), ([1, 2, 3, 1, 2, 3], 3)])
+def test_iterations_may_repeat_with_a_period(context, kernels, period):
+    """A log line every other step reads the loss back."""
+    context.spec = msgspec.structs.replace(context.spec, iterations=10)
+    iterate(context, len(kernels) - (period == 2), kernels)
+    with pytest.raises(EndOfSlice):
+        context.begin_iteration()
+    assert (context.steady, context.period) == (True, period)
+
+
+def test_gradient_buckets_are_those_of_the_last_iteration(context):
+    context.recorder.kernels = iter([1, 2])
+    for buckets in ([(0,), (1,)], [(0, 1)]):
+        context.begin_iteration()
+        for bucket in buckets:
+            context.gradient_bucket(bucket)
+        context.end_iteration()
+    assert context.iteration_buckets == [(0, 1)]
+
+
 def test_iterations_are_compared_with_those_that_begin_alike(context):
     """One that follows an evaluation lacks what the script does between two steps."""
     context.recorder.kernels = iter([7, 0, 2, 3, 0, 2])
