@@ -2,8 +2,7 @@
 
 DeepSpeed cuts every flat buffer into one view per rank, in Python, parameter by parameter. Views are no device work:
 what remains of such a loop are the allocations, the concatenation of the pieces and the collective. These are issued
-here as the loop would; the time that the loop takes of the host is recorded as such
-(:data:`HOST_NS_PER_PIECE` a piece).
+here as the loop would; the views are recorded as work of the host (``host::views``).
 
 A concatenation of more than :data:`MAX_PIECES` pieces is recorded with the same output and the same bytes, but in two
 pieces. The hooks do nothing on devices where values are computed.
@@ -19,9 +18,6 @@ from prism_plugins.integration.hook_table import Hook
 from prism_plugins.integrations.deepspeed.session import Session
 from prism_plugins.program.model import MemoryCategory
 
-HOST_NS_PER_PIECE = 2_000
-"""A view made and kept by a Python loop. ``partitions.append(tensor.narrow(0, 0, n))`` takes 2.3 us on the machine this
-was written on, 4.3 to 5.6 us on a virtual machine with an H200."""
 MAX_PIECES = 64
 _BLOCK_BYTES = 512
 """Granularity of torch's caching allocator."""
@@ -45,7 +41,7 @@ def _convert_to_deepspeed_param(session: Session, original: Any, module: ModuleT
     def convert(self: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, param, *args, **kwargs)
         session.context.assume(
-            f"ZeRO-3's loops over ranks take the host {HOST_NS_PER_PIECE / 1000:g} us per rank and tensor"
+            "ZeRO-3's loops over ranks take the host host.loop_us times host.slice_factor of the cluster per rank and tensor"
         )
         param.all_gather_coalesced = functools.partial(
             gather_coalesced, module, self, param.all_gather_coalesced
@@ -401,7 +397,7 @@ def _record_cat(whole: Any, first: int) -> None:
 def _host_pieces(count: int) -> None:
     from prism_plugins.capture.recorder import get_recorder
 
-    get_recorder().host(count * HOST_NS_PER_PIECE)
+    get_recorder().host_views(count)
 
 
 def _is_shape_only(tensor: Any) -> bool:

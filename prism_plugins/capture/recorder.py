@@ -215,6 +215,12 @@ class Recorder:
             )
             self._add(EventKind.HOST, 1 + self.intern(signature), 0, 0)
 
+    def host_views(self, count: int) -> None:
+        """Record that a Python loop makes so many views and keeps them."""
+        if self.recording and count:
+            signature = OpSignature(op="host::views", scalars=(("count", count),))
+            self._add(EventKind.HOST, 1 + self.intern(signature), 0, 0)
+
     def tag(self, tensor: Tensor, category: MemoryCategory) -> None:
         """Say what the storage behind a tensor is for. No-op off the virtual device."""
         if tensor.is_cuda:

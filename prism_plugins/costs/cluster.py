@@ -92,6 +92,9 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Per op that launches nothing."""
     comm_us: float = 25.0
     """Per c10d call."""
+    loop_us: float = 2.3
+    """Per view in a bare Python loop, without the framework's work around an op; times ``slice_factor``. Default: measured
+    on the idle machine on which the package was made; a virtual machine with an H200 took 4.3 to 5.6."""
     memory_bytes: int = 2_199_023_255_552
     """Of a node. Default: 2 TiB (NVIDIA DGX H100 data sheet: 2 TB)."""
     memory_bytes_per_s: float = 614.4e9

@@ -1,6 +1,7 @@
 """Prices work of the host on host memory: ops named ``host::…``, such as the optimizer step of ZeRO-Offload.
 
-All of them are taken as bound by the host's memory, which the GPUs of a node share evenly: their ranks do the same at
+Loops that make views (``host::views``) take the host's own time a view. All else is taken as bound by the host's
+memory, which the GPUs of a node share evenly: their ranks do the same at
 the same time. Threads are assumed to be enough to reach the bandwidth, and bound to the rank's own socket.
 """
 
@@ -30,6 +31,9 @@ def is_host_work(op: str) -> bool:
 
 def price_host_work(cluster: Cluster, signature: OpSignature) -> Price:
     """Price one occurrence; the duration is time of the host."""
+    if base_name(signature.op) == "views":
+        us = dict(signature.scalars)["count"] * cluster.host.loop_us * cluster.host.slice_factor
+        return Price(duration_ns=us * 1e3, rule="host/views", provenance="modelled")
     rewritten = _REWRITTEN.get(base_name(signature.op))
     if rewritten is None:
         nbytes = traffic(signature)

@@ -45,6 +45,16 @@ def test_other_host_work_reads_and_writes_once():
     assert price.bytes == 8000
 
 
+def test_a_loop_of_views_is_as_slow_as_the_host():
+    """ZeRO-3's loops over ranks."""
+    preset = load_cluster("dgx-h100")
+    loop = OpSignature(op="host::views", scalars=(("count", 500),))
+    for factor in (1.0, 1.75):
+        cluster = replace(preset, host=replace(preset.host, slice_factor=factor))
+        price = build_cost_model(cluster, calibration="none").price_op(loop)
+        assert price.duration_ns == pytest.approx(500 * cluster.host.loop_us * factor * 1e3)
+
+
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_copies_between_host_and_device_take_pcie(direction):
     cluster = load_cluster("dgx-h100")

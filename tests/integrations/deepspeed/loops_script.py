@@ -25,7 +25,7 @@ def recorded(body):
     recorder.start()
     result = body()
     iteration = recorder.stop()
-    rows, live, sizes, host_ns = [], 0, {}, 0
+    rows, live, sizes, host_views = [], 0, {}, 0
     for kind, _, stream, ref, value in iteration.events.tolist():
         if kind == EventKind.KERNEL:
             signature = iteration.signatures[ref]
@@ -43,8 +43,8 @@ def recorded(body):
         elif kind == EventKind.FREE:
             live -= sizes.pop(ref, 0)
         elif kind == EventKind.HOST:
-            host_ns += value
-    return result, {"rows": rows, "live": live, "host_ns": host_ns}
+            host_views += dict(iteration.signatures[ref - 1].scalars)["count"] if ref else 0
+    return result, {"rows": rows, "live": live, "host_views": host_views}
 
 
 def both(loop, equivalent):
