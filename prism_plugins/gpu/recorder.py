@@ -33,6 +33,7 @@ from prism_plugins.capture.kineto_program import (
     build_iteration,
 )
 from prism_plugins.capture.recorder import DeviceStats, RecordedIteration
+from prism_plugins.capture.startup import StartupLog
 from prism_plugins.device.memory import HostCounts
 from prism_plugins.errors import PrismError
 from prism_plugins.gpu.sensors import GpuSensors, hindered
@@ -66,6 +67,8 @@ class GpuRecorder:
         self.schedule = schedule
         self.sensors = sensors or GpuSensors()
         self.recording = False
+        self.startup = StartupLog()
+        """What happens before the first iteration."""
         self.remarks: list[str] = []
         """For the assumptions of the slice."""
         self.memory = MeasuredMemory()
@@ -252,6 +255,13 @@ class GpuRecorder:
         if self.recording:
             index = self._comms.setdefault(signature, len(self._comms))
             self._add(EventKind.COMM, index, work, EventFlag.ASYNC if is_async else 0)
+        elif self._index < 0:
+            self.startup.call(signature)
+
+    def group_made(self, ranks: tuple[int, ...], desc: str, site: str) -> None:
+        """The script made a process group, of which this rank may be a member."""
+        if self._index < 0:
+            self.startup.group_made(ranks, desc, site)
 
     def answering(self) -> Any:
         """A context in which the virtual peers of a call answer it; what runs inside is no part of the job."""
@@ -289,6 +299,9 @@ class GpuRecorder:
 
     def host_op(self, op: str, inputs: Sequence[Any], outputs: Sequence[Any] = ()) -> None:
         """Work of the host on host tensors: measured as part of the whole."""
+
+    def host_views(self, count: int) -> None:
+        """Views that a Python loop makes: measured as part of the whole."""
 
     def tag(self, tensor: Any, category: MemoryCategory) -> None:
         """Say what the storage behind a tensor is for."""
