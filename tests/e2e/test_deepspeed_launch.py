@@ -33,7 +33,7 @@ def configure(place, **changes):
 def test_the_deepspeed_launcher_end_to_end(place):
     """ZeRO-2 with the flag on DeepSpeed's own launcher; the log at target scale; a misspelt key is found.
 
-    Two ranks keep it cheap: larger worlds have more kinds of ZeRO-2 ranks, each sliced."""
+    Two ranks keep it cheap."""
     configure(place, gradient_acumulation_steps=4, log_level="info")
     done = place.run(
         SCRIPTS / "train_llama.py",
