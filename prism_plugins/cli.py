@@ -30,6 +30,7 @@ examples:
   prism trace latest --ranks 0-7,512      Kineto traces for Perfetto, HTA and TensorBoard
   prism report latest                     the HTML report again
   prism what-if latest --cluster dgx-b200 the same job on another cluster
+  prism diff latest traces/               beside a real run: traces, log or flight recorder
   prism cluster list                      clusters that ship with prism
   prism doctor                            is this machine ready to emulate?
 
@@ -70,6 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     from prism_plugins import (
         cli_calibrate,
         cli_cluster,
+        cli_diff,
         cli_doctor,
         cli_ops,
         cli_report,
@@ -85,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
         cli_ops,
         cli_trace,
         cli_what_if,
+        cli_diff,
         cli_cluster,
         cli_calibrate,
         cli_setup_te,

@@ -79,6 +79,8 @@ class RunDir:
         self.prediction = self.path / "prediction.json"
         self.predicted_log = self.path / "predicted.log"
         self.kineto = self.path / "kineto"
+        self.trace = self.path / "trace.pftrace"
+        self.chakra = self.path / "chakra"
         self.report = self.path / "report.html"
 
     def slice(self, rank: int) -> SliceDir:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from prism_plugins.costs.base import CostModel
 from prism_plugins.emit.kineto import TraceContext
@@ -33,6 +34,12 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
         from prism_plugins.simulate.engine import op_times
 
         return program_of(self.job, rank), op_times(self.job, self.costs, self.timeline, rank)
+
+    def cell_of_rank(self) -> np.ndarray:
+        """Which ranks have the same times: a number for each rank, shape (world_size,). The view needs a timeline."""
+        from prism_plugins.simulate.engine import cell_of_rank
+
+        return cell_of_rank(self.job, self.costs, self.timeline)
 
     def trace_context(self) -> TraceContext:
         """What every trace says about the job."""

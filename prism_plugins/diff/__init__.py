@@ -1,0 +1,1 @@
+"""A prediction beside a real run of the same job."""

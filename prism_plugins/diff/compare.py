@@ -1,0 +1,208 @@
+"""Compares what was predicted for a rank with what a real rank did, op by op."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from prism_plugins.costs.base import CostModel
+from prism_plugins.costs.calibration import Calibration, Figure
+from prism_plugins.diff.read_kineto import COMPILED
+from prism_plugins.diff.real import OpKey, OpTotal, RealRank
+from prism_plugins.emit.spans import DeviceSpans, SpanKind
+from prism_plugins.emit.trace_names import op_name
+from prism_plugins.program.model import OpSignature, Program
+
+SAME_CALLS = 0.01
+"""Numbers of calls that differ by less are equal (a profile may cut an iteration's edge)."""
+WRONG_BY = 0.1
+MATTERS_FROM = 0.002
+"""Of the iteration's device time: smaller differences are not worth measuring."""
+
+
+class PredictedOp(msgspec.Struct, kw_only=True):
+    """An op of one rank in the prediction."""
+
+    calls: int = 0
+    ms: float = 0.0
+    provenance: str = ""
+    signatures: list[OpSignature] = []
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One op on both sides. Times are ms of one iteration."""
+
+    key: OpKey
+    predicted: OpTotal | None
+    real: OpTotal | None
+    provenance: str = ""
+    by_name: bool = False
+    """Shapes did not match: all that is left of this name, together."""
+
+    @property
+    def delta_ms(self) -> float:
+        """Predicted less real."""
+        return (self.predicted.ms if self.predicted else 0.0) - (self.real.ms if self.real else 0.0)
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank on both sides."""
+
+    rank: int
+    rows: tuple[Row, ...]
+    """Largest difference first."""
+    phases: dict[str, tuple[float, float]]
+    """Kernel time by phase: (predicted, real), ms."""
+    predicted_ms: float
+    """Device time, summed over kernels."""
+    real_ms: float
+
+    def matched(self) -> list[Row]:
+        """Rows that are on both sides."""
+        return [row for row in self.rows if row.predicted is not None and row.real is not None]
+
+    def missing(self) -> list[Row]:
+        """Predicted, but not in the real run."""
+        return [row for row in self.rows if row.real is None]
+
+    def extra(self) -> list[Row]:
+        """In the real run, but not predicted."""
+        return [row for row in self.rows if row.predicted is None]
+
+    def to_measure(self) -> list[Row]:
+        """Matched ops whose price is wrong enough to matter, the one with most wrong time first."""
+        least = MATTERS_FROM * self.real_ms
+        return [
+            row
+            for row in self.matched()
+            if not row.key.group
+            and abs(row.delta_ms) > least
+            and abs(row.delta_ms) > WRONG_BY * (row.real.ms if row.real else 0.0)
+        ]
+
+
+def predicted_ops(program: Program, spans: DeviceSpans, costs: CostModel) -> dict[OpKey, PredictedOp]:
+    """Every op and call of a rank's iteration."""
+    model = costs.in_state_of(program.signatures)
+    events = program.events
+    kernels = spans.kind != SpanKind.COMMUNICATION
+    refs = events["ref"][spans.row[kernels]]
+    length = (spans.end_ns - spans.start_ns)[kernels] / 1e6
+    total = np.bincount(refs, weights=length, minlength=len(program.signatures))
+    calls = np.bincount(refs, minlength=len(program.signatures))
+    found: dict[OpKey, PredictedOp] = {}
+    for ref in np.flatnonzero(calls).tolist():
+        signature = program.signatures[ref]
+        op = found.setdefault(_key(signature), PredictedOp(signatures=[]))
+        op.calls += int(calls[ref])
+        op.ms += float(total[ref])
+        op.provenance = model.price_op(signature).provenance
+        op.signatures.append(signature)
+    for i in np.flatnonzero(~kernels).tolist():
+        comms = [program.comms[r] for r in events["ref"][spans.members.get(i, spans.row[i : i + 1])].tolist()]
+        group = program.groups[comms[0].group]
+        kinds = {c.kind for c in comms}
+        elements = max(sum(c.in_numel for c in comms), sum(c.out_numel for c in comms))
+        key = OpKey(
+            kinds.pop() if len(kinds) == 1 else "coalesced",
+            ((elements,),),
+            group.desc or "unnamed group",
+        )
+        op = found.setdefault(key, PredictedOp(signatures=[], provenance="NCCL model"))
+        op.calls += 1
+        op.ms += float(spans.end_ns[i] - spans.start_ns[i]) / 1e6
+    return found
+
+
+def predicted_phases(program: Program, spans: DeviceSpans) -> dict[str, float]:
+    """Kernel time by kind of phase, ms: ``forward``, ``backward``, ``optimizer``; what is outside counts as forward,
+    which is where a profile has it."""
+    phase = np.zeros(len(program.events), dtype=np.int8)
+    for each, begin, end in program.iter_phases():
+        phase[begin : end + 1] = {"backward": 1, "optimizer": 2}.get(each.kind, 0)
+    kernels = spans.kind != SpanKind.COMMUNICATION
+    length = (spans.end_ns - spans.start_ns)[kernels] / 1e6
+    total = np.bincount(phase[spans.row[kernels]], weights=length, minlength=3)
+    return dict(zip(("forward", "backward", "optimizer"), total.tolist(), strict=True))
+
+
+def compare(rank: int, program: Program, spans: DeviceSpans, costs: CostModel, real: RealRank) -> Comparison:
+    """Match the ops of both sides: by name and shapes, and what is left by name."""
+    mine = predicted_ops(program, spans, costs)
+    rows = []
+    left_mine, left_real = dict(mine), dict(real.ops)
+    for key in mine.keys() & real.ops.keys():
+        predicted = left_mine.pop(key)
+        rows.append(
+            Row(
+                key=key,
+                predicted=OpTotal(calls=predicted.calls, ms=predicted.ms),
+                real=left_real.pop(key),
+                provenance=predicted.provenance,
+            )
+        )
+    names = {_by_name(key) for key in (*left_mine, *left_real)}
+    for name in names:
+        predicted_left = [op for key, op in left_mine.items() if _by_name(key) == name]
+        real_left = [op for key, op in left_real.items() if _by_name(key) == name]
+        rows.append(
+            Row(
+                key=name,
+                predicted=OpTotal(
+                    calls=sum(o.calls for o in predicted_left), ms=sum(o.ms for o in predicted_left)
+                )
+                if predicted_left
+                else None,
+                real=OpTotal(calls=sum(o.calls for o in real_left), ms=sum(o.ms for o in real_left))
+                if real_left
+                else None,
+                provenance=", ".join(sorted({o.provenance for o in predicted_left})),
+                by_name=True,
+            )
+        )
+    rows.sort(key=lambda row: (-abs(row.delta_ms), row.key))
+    phases = predicted_phases(program, spans) if real.phase_ms else {}
+    return Comparison(
+        rank=rank,
+        rows=tuple(rows),
+        phases={name: (phases[name], real.phase_ms.get(name, 0.0)) for name in phases},
+        predicted_ms=sum(op.ms for op in mine.values()),
+        real_ms=sum(op.ms for op in real.ops.values()),
+    )
+
+
+def calibration_from(
+    program: Program, spans: DeviceSpans, costs: CostModel, real: RealRank, *, date: str
+) -> Calibration:
+    """What the real run says its ops cost, for ops that are the same on both sides and called as often.
+
+    Clocks are not known from a trace, so the figures hold at the clocks the real run had.
+    """
+    figures = []
+    for key, op in predicted_ops(program, spans, costs).items():
+        total = real.ops.get(key)
+        if total is None or len(op.signatures) != 1 or not total.ms:
+            continue
+        if abs(total.calls - op.calls) > SAME_CALLS * op.calls:
+            continue
+        figures.append(
+            Figure(
+                signature=op.signatures[0], us=1e3 * total.ms / total.calls, repetitions=round(total.calls)
+            )
+        )
+    return Calibration(gpu=real.gpu, date=date, figures=figures)
+
+
+def _key(signature: OpSignature) -> OpKey:
+    if signature.op == "prism::fused":
+        return OpKey(COMPILED)
+    name = op_name(signature)
+    return OpKey(_RENAMED.get(name, name), tuple(t.shape for t in signature.inputs if t.shape))
+
+
+_RENAMED = {"prism::memset": "aten::fill_", "prism::sync": "aten::_local_scalar_dense"}
+"""What stands for an op in a program → the op that a profile shows."""
+
+
+def _by_name(key: OpKey) -> OpKey:
+    return OpKey(key.name, (), key.group)
