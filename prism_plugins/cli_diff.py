@@ -14,7 +14,7 @@ from rich.text import Text
 
 from prism_plugins.cli_run import check_finished, load_view, open_run
 from prism_plugins.costs.calibration import write_calibration
-from prism_plugins.diff.compare import Comparison, Row, calibration_from, compare
+from prism_plugins.diff.compare import Comparison, Row, calibration_from, compare, compare_calls
 from prism_plugins.diff.real import OpKey, OpTotal, RealRank, RealRun
 from prism_plugins.emit.console import gib, make_console, milliseconds, show
 from prism_plugins.emit.job_view import JobView
@@ -155,7 +155,7 @@ def _of_rank(view: JobView, real: RealRank, run: RealRun, limit: int) -> Rendera
     program, times = view.timed_program(real.rank)
     spans = device_spans(program, times)
     if not run.has_durations or not real.iterations:
-        return _calls_only(compare(real.rank, program, spans, view.costs, real), limit)
+        return _calls_only(compare_calls(real.rank, program, real), limit)
     comparison = compare(real.rank, program, spans, view.costs, real)
     parts: list[RenderableType] = [Text(f"\nrank {real.rank}: kernel time of one iteration", style="bold")]
     head = _table("", "predicted", "real", "error", "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
 import numpy as np
 
@@ -11,7 +13,7 @@ from prism_plugins.diff.read_kineto import COMPILED
 from prism_plugins.diff.real import OpKey, OpTotal, RealRank
 from prism_plugins.emit.spans import DeviceSpans, SpanKind
 from prism_plugins.emit.trace_names import op_name
-from prism_plugins.program.model import OpSignature, Program
+from prism_plugins.program.model import EventKind, OpSignature, Program
 
 SAME_CALLS = 0.01
 """Numbers of calls that differ by less are equal (a profile may cut an iteration's edge)."""
@@ -114,6 +116,38 @@ def predicted_ops(program: Program, spans: DeviceSpans, costs: CostModel) -> dic
     return found
 
 
+def real_ops(real: RealRank, predicted: Mapping[OpKey, PredictedOp]) -> dict[OpKey, OpTotal]:
+    """A real rank's ops under the names that the prediction uses: of the op that launched a kernel and those around it
+    the innermost that was predicted with these shapes, else by name, else the innermost."""
+    names = {_by_name(key) for key in predicted}
+    regions = {op_name(s) for op in predicted.values() for s in op.signatures if s.op == "prism::fused"}
+    totals: dict[OpKey, list[float]] = {}
+    for given, total in real.ops.items():
+        chain = tuple(
+            OpKey(COMPILED) if k.name in regions else k for k in given
+        )  # a trace of ours names them
+        key = next(
+            (k for k in chain if k in predicted), next((k for k in chain if _by_name(k) in names), chain[0])
+        )
+        sums = totals.setdefault(key, [0.0, 0.0])
+        # Several kernels of one call, launched by different ops inside it, are one call.
+        sums[0] = max(sums[0], total.calls) if key != chain[0] else sums[0] + total.calls
+        sums[1] += total.ms
+    return {key: OpTotal(calls=calls, ms=ms) for key, (calls, ms) in totals.items()}
+
+
+def predicted_calls(program: Program) -> dict[OpKey, PredictedOp]:
+    """Every call of an iteration by itself, also those that run as one kernel: what a flight recorder lists."""
+    refs = program.events["ref"][program.events["kind"] == EventKind.COMM]
+    found: dict[OpKey, PredictedOp] = {}
+    for ref, count in zip(*(x.tolist() for x in np.unique(refs, return_counts=True)), strict=True):
+        comm = program.comms[ref]
+        group = program.groups[comm.group]
+        key = OpKey(comm.kind, ((max(comm.in_numel, comm.out_numel),),), group.desc or "unnamed group")
+        found.setdefault(key, PredictedOp(signatures=[])).calls += count
+    return found
+
+
 def predicted_phases(program: Program, spans: DeviceSpans) -> dict[str, float]:
     """Kernel time by kind of phase, ms: ``forward``, ``backward``, ``optimizer``; what is outside counts as forward,
     which is where a profile has it."""
@@ -127,11 +161,31 @@ def predicted_phases(program: Program, spans: DeviceSpans) -> dict[str, float]:
 
 
 def compare(rank: int, program: Program, spans: DeviceSpans, costs: CostModel, real: RealRank) -> Comparison:
-    """Match the ops of both sides: by name and shapes, and what is left by name."""
+    """A rank's kernels beside those of a trace."""
     mine = predicted_ops(program, spans, costs)
+    phases = predicted_phases(program, spans) if real.phase_ms else {}
+    theirs = real_ops(real, mine)
+    return Comparison(
+        rank=rank,
+        rows=_match(mine, theirs),
+        phases={name: (phases[name], real.phase_ms.get(name, 0.0)) for name in phases},
+        predicted_ms=sum(op.ms for op in mine.values()),
+        real_ms=sum(op.ms for op in theirs.values()),
+    )
+
+
+def compare_calls(rank: int, program: Program, real: RealRank) -> Comparison:
+    """A rank's communication calls beside those of a flight recorder's buffer, without times."""
+    mine = predicted_calls(program)
+    rows = _match(mine, real_ops(real, mine))
+    return Comparison(rank=rank, rows=rows, phases={}, predicted_ms=0.0, real_ms=0.0)
+
+
+def _match(mine: Mapping[OpKey, PredictedOp], theirs: Mapping[OpKey, OpTotal]) -> tuple[Row, ...]:
+    """By name and shapes, and what is left by name; largest difference first."""
+    left_mine, left_real = dict(mine), dict(theirs)
     rows = []
-    left_mine, left_real = dict(mine), dict(real.ops)
-    for key in mine.keys() & real.ops.keys():
+    for key in mine.keys() & theirs.keys():
         predicted = left_mine.pop(key)
         rows.append(
             Row(
@@ -141,34 +195,24 @@ def compare(rank: int, program: Program, spans: DeviceSpans, costs: CostModel, r
                 provenance=predicted.provenance,
             )
         )
-    names = {_by_name(key) for key in (*left_mine, *left_real)}
-    for name in names:
-        predicted_left = [op for key, op in left_mine.items() if _by_name(key) == name]
-        real_left = [op for key, op in left_real.items() if _by_name(key) == name]
+    for name in {_by_name(key) for key in (*left_mine, *left_real)}:
+        ops = {key: op for key, op in left_mine.items() if _by_name(key) == name}
+        totals = {key: total for key, total in left_real.items() if _by_name(key) == name}
+        alone = [*ops, *totals]
         rows.append(
             Row(
-                key=name,
-                predicted=OpTotal(
-                    calls=sum(o.calls for o in predicted_left), ms=sum(o.ms for o in predicted_left)
-                )
-                if predicted_left
-                else None,
-                real=OpTotal(calls=sum(o.calls for o in real_left), ms=sum(o.ms for o in real_left))
-                if real_left
-                else None,
-                provenance=", ".join(sorted({o.provenance for o in predicted_left})),
-                by_name=True,
+                key=alone[0] if len(alone) == 1 else name,
+                predicted=_sum([*ops.values()]),
+                real=_sum([*totals.values()]),
+                provenance=", ".join(sorted({op.provenance for op in ops.values()})),
+                by_name=len(alone) > 1,
             )
         )
-    rows.sort(key=lambda row: (-abs(row.delta_ms), row.key))
-    phases = predicted_phases(program, spans) if real.phase_ms else {}
-    return Comparison(
-        rank=rank,
-        rows=tuple(rows),
-        phases={name: (phases[name], real.phase_ms.get(name, 0.0)) for name in phases},
-        predicted_ms=sum(op.ms for op in mine.values()),
-        real_ms=sum(op.ms for op in real.ops.values()),
-    )
+    return tuple(sorted(rows, key=lambda row: (-abs(row.delta_ms), row.key)))
+
+
+def _sum(totals: Sequence[PredictedOp | OpTotal]) -> OpTotal | None:
+    return OpTotal(calls=sum(t.calls for t in totals), ms=sum(t.ms for t in totals)) if totals else None
 
 
 def calibration_from(
@@ -179,8 +223,10 @@ def calibration_from(
     Clocks are not known from a trace, so the figures hold at the clocks the real run had.
     """
     figures = []
-    for key, op in predicted_ops(program, spans, costs).items():
-        total = real.ops.get(key)
+    mine = predicted_ops(program, spans, costs)
+    theirs = real_ops(real, mine)
+    for key, op in mine.items():
+        total = theirs.get(key)
         if total is None or len(op.signatures) != 1 or not total.ms:
             continue
         if abs(total.calls - op.calls) > SAME_CALLS * op.calls:

@@ -52,7 +52,7 @@ def read_flight_recorder(path: Path) -> RealRun:
             timed |= isinstance(duration, (int, float))
             calls[key] = calls.get(key, 0) + 1
             ms[key] = ms.get(key, 0.0) + (float(duration) if isinstance(duration, (int, float)) else 0.0)
-        ops = {key: OpTotal(calls=calls[key], ms=ms[key]) for key in calls}
+        ops = {(key,): OpTotal(calls=calls[key], ms=ms[key]) for key in calls}
         ranks.append(RealRank(rank=_rank_of(file, index), iterations=0, iteration_ms=0.0, ops=ops))
     return RealRun(source=f"flight recorder's dump {path}", ranks=tuple(ranks), has_durations=timed)
 

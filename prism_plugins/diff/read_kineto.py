@@ -1,7 +1,7 @@
 """Reads torch.profiler's traces: which op launched each kernel, and how long it took.
 
-A kernel belongs to the CPU op with its ``External id``, the innermost one around the launch. Kernels that triton
-generated are told by their name. Forward and backward are told by the thread that launched: autograd has its own.
+A kernel belongs to the CPU op with its ``External id``, the innermost one around the launch, and to those around that.
+Kernels that triton generated are told by their name. Forward and backward are told by the thread that launched: autograd has its own.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def read_trace(path: Path) -> RealRank:
     """One trace."""
     trace = _decode(path)
     events = [event for event in trace.traceEvents if event.ph == "X"]
-    ops = {event.args.get("External id"): event for event in events if event.cat == "cpu_op"}
+    cpu_ops = [event for event in events if event.cat == "cpu_op"]
+    ops = {event.args.get("External id"): event for event in cpu_ops}
+    around = _parents(cpu_ops)
     launches = {event.args.get("correlation"): event for event in events if event.cat in _RUNTIME}
     kernels = [event for event in events if event.cat in _DEVICE]
     if not kernels:
@@ -100,19 +102,24 @@ def read_trace(path: Path) -> RealRank:
     count = max(len(steps), 1)
     autograd = {e.tid for e in events if e.cat == "cpu_op" and e.name.startswith("autograd::engine::")}
     optimizer = [e for e in events if e.cat == "user_annotation" and e.name.startswith("Optimizer.step")]
-    calls: dict[OpKey, int] = {}
-    us: dict[OpKey, float] = {}
+    calls: dict[tuple[OpKey, ...], int] = {}
+    us: dict[tuple[OpKey, ...], float] = {}
     phases = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-    counted: set[tuple[OpKey, Any]] = set()
+    counted: set[tuple[tuple[OpKey, ...], Any]] = set()
     for kernel in kernels:
         external = kernel.args.get("External id")
-        key = _key(kernel, ops.get(external))
+        op = ops.get(external)
+        chain = [_key(kernel, op)]
+        if op is not None and chain[0].name == op.name:
+            while (op := around.get(id(op))) is not None:
+                chain.append(_op_key(op))
+        key = tuple(chain)
         us[key] = us.get(key, 0.0) + kernel.dur
-        if (key, external) not in counted or external is None or key.name == COMPILED:
+        if (key, external) not in counted or external is None or chain[0].name == COMPILED:
             counted.add((key, external))
             calls[key] = calls.get(key, 0) + 1
         launch = launches.get(kernel.args.get("correlation"))
-        if not key.group and launch is not None:
+        if not chain[0].group and launch is not None:
             phase = (
                 "backward"
                 if launch.tid in autograd
@@ -146,7 +153,25 @@ def _key(kernel: _Event, op: _Event | None) -> OpKey:
         return OpKey(COMPILED)
     if op is None:
         return OpKey(f"kernel {kernel.name[:80]}")
+    return _op_key(op)
+
+
+def _op_key(op: _Event) -> OpKey:
     return OpKey(op.name, tuple(_shapes(op.args.get("Input Dims"))))
+
+
+def _parents(ops: list[_Event]) -> dict[int, _Event]:
+    """For every op that is called by another one, by ``id``: that one. Ops of a thread nest."""
+    parents: dict[int, _Event] = {}
+    stacks: dict[Any, list[_Event]] = {}
+    for op in sorted(ops, key=lambda op: (op.ts, -op.dur)):
+        stack = stacks.setdefault(op.tid, [])
+        while stack and stack[-1].ts + stack[-1].dur <= op.ts:
+            stack.pop()
+        if stack:
+            parents[id(op)] = stack[-1]
+        stack.append(op)
+    return parents
 
 
 def _shapes(dims: Any) -> Iterator[tuple[int, ...]]:

@@ -34,7 +34,8 @@ class RealRank(msgspec.Struct, frozen=True, kw_only=True):
     iterations: int
     iteration_ms: float
     """Under the profiler, which slows the host; 0 when unknown."""
-    ops: dict[OpKey, OpTotal] = {}
+    ops: dict[tuple[OpKey, ...], OpTotal] = {}
+    """By the op that launched the kernel and the ops around it, innermost first: a program may name either."""
     phase_ms: dict[str, float] = {}
     """Device time of kernels by where they were launched: ``forward``, ``backward``, ``optimizer``."""
     gpu: str = ""

@@ -1,0 +1,3 @@
+"""The finished run of tests/emit."""
+
+from tests.emit.conftest import build, prediction, run  # noqa: F401
