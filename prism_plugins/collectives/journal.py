@@ -32,6 +32,7 @@ import msgspec
 
 from prism_plugins.errors import FileFormatError
 from prism_plugins.program.slices import SliceSpec
+from prism_plugins.rundir import write_bytes
 from prism_plugins.world.layout import Layout
 
 SCHEMA = 2
@@ -190,14 +191,10 @@ class Journal:
         return None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the payloads of this slice, atomically."""
-        path = Path(path)
+        """Write the payloads of this slice, atomically. Raises PrismError when it cannot be written (full disk)."""
         payloads = [base64.b64encode(p).decode() for p in self._payload_index]
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(
-            json.dumps({"schema": SCHEMA, "rank": self.rank, "payloads": payloads, "entries": self._entries})
-        )
-        temporary.replace(path)
+        journal = {"schema": SCHEMA, "rank": self.rank, "payloads": payloads, "entries": self._entries}
+        write_bytes(Path(path), json.dumps(journal).encode())
 
 
 def channel(kind: str, *, shape: str, ordinal: int, root: int, peer: int = -1, tag: int = 0) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from prism_plugins.collectives.journal import (
     Journal,
     group_shape,
 )
-from prism_plugins.errors import FileFormatError
+from prism_plugins.errors import FileFormatError, PrismError
 from prism_plugins.world.layout import Layout
 from tests.collectives.conftest import make_spec
 
@@ -281,6 +282,16 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_saving_leaves_no_temporary_file(tmp_path: Path) -> None:
     Journal(make_spec()).save(tmp_path / "journal.json")
     assert [p.name for p in tmp_path.iterdir()] == ["journal.json"]
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(PrismError, match=r"journal\.json: No space left on device; free some space"):
+        Journal(make_spec()).save(tmp_path / "journal.json")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_slice_is_told_what_was_assumed(make_world: Callable[..., Any], tmp_path: Path) -> None:
