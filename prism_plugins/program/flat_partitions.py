@@ -79,6 +79,18 @@ def work_of(partitions: FlatPartitions, kind: int) -> tuple:
     )
 
 
+def weight(partitions: FlatPartitions, kind: int) -> int:
+    """Bytes that ranks of one role differ in most: the buffer of whole gradients (2 bytes an element) and the copy that the
+    norm makes of the largest fragment (8)."""
+    largest = max((f.numel for f in partitions.owned[kind]), default=0)
+    return 2 * gradient_buffer(partitions, kind) + 8 * largest
+
+
+def gradient_buffer(partitions: FlatPartitions, kind: int) -> int:
+    """Elements of the buffer for the whole gradients of the parameters that a rank owns something of."""
+    return sum(math.prod(partitions.shapes[f.parameter]) for f in partitions.owned[kind])
+
+
 def _of_group(partitions: FlatPartitions, kind: int, group: int) -> list[PartitionFragment]:
     return [fragment for fragment in partitions.owned[kind] if fragment.group == group]
 
@@ -262,8 +274,7 @@ class PartitionedProgram:
             buffer = self._buffer_of_phase.get(stretch.phase)
             if buffer is None:
                 raise CannotDeriveError("no buffer for the gradients of a partition was seen")
-            total = sum(math.prod(self._partitions.shapes[f.parameter]) for f in self._partitions.owned[kind])
-            rows.append((*buffer[:4], total * self._itemsize))
+            rows.append((*buffer[:4], gradient_buffer(self._partitions, kind) * self._itemsize))
         return rows + [self._sized(self._into, n, tables) for n in own.whole]
 
     def _sized(self, copy: _Copy | None, numel: int, tables: Tables) -> Row:
@@ -293,9 +304,7 @@ class PartitionedProgram:
                 at += 1
             if own.whole and phase not in self._buffer_of_phase:
                 row = self._rows[at] if self._kind(at) == EventKind.ALLOC else None
-                total = sum(
-                    math.prod(self._partitions.shapes[f.parameter]) for f in self._partitions.owned[kind]
-                )
+                total = gradient_buffer(self._partitions, kind)
                 if row is None or row[4] % total:
                     raise CannotDeriveError(
                         "no buffer for the gradients of a partition where one was expected"

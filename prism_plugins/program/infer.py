@@ -16,7 +16,13 @@ import numpy as np
 from prism_plugins.errors import CannotDeriveError
 from prism_plugins.program.calls import communication_digest
 from prism_plugins.program.derive import CapturedStage
-from prism_plugins.program.flat_partitions import Form, PartitionedProgram, do_the_same, richness
+from prism_plugins.program.flat_partitions import (
+    Form,
+    PartitionedProgram,
+    do_the_same,
+    richness,
+    weight,
+)
 from prism_plugins.program.headers import check_headers
 from prism_plugins.program.instantiate import Instantiator
 from prism_plugins.program.job import JobPrograms, RankClass
@@ -194,8 +200,10 @@ class _Inference:
             )
         variants, variant_of = self._variants(role, ranks, exemplar, shards, own)
         approximated: frozenset[int] = frozenset()
+        heaviest: int | None = None
         if not shards:
             variants, variant_of, approximated = self._kinds(role, ranks, exemplar, source, own, special)
+            heaviest = self._heaviest(source, variant_of)
         if special:
             makers = {key: variants.maker(key) for key in variants} if variants else {}
             for rank in special:
@@ -213,6 +221,7 @@ class _Inference:
             exemplar=_instantiator(exemplar, self._layout).program_of(int(ranks[0])),
             variants=variants,
             variant_of=variant_of,
+            heaviest=heaviest,
             approximated=approximated.difference(special),
         )
 
@@ -349,6 +358,14 @@ class _Inference:
                 makers[rank] = self._moved(programs[sources[taken]], rank)
             variant_of[rank] = key_of[taken]
         return LazyVariants(makers), variant_of, frozenset(approximated)
+
+    def _heaviest(self, source: int, variant_of: Mapping[int, int]) -> int | None:
+        facts = self._reports[source].facts
+        if facts is None or facts.partitions is None or not variant_of:
+            return None
+        index = KindIndex(self._layout, facts)
+        rank = max(variant_of, key=lambda rank: weight(facts.partitions, index.kind(rank)))
+        return variant_of[rank]
 
     def _want(
         self,

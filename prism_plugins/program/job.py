@@ -27,6 +27,8 @@ class RankClass(msgspec.Struct, kw_only=True):
     the ranks in ``variant_of`` that map to it."""
     variant_of: dict[int, int] = {}
     """Rank → key of ``variants``; ranks that are absent run the exemplar."""
+    heaviest: int | None = None
+    """Key of the variant that may hold the most memory, where that is known."""
     approximated: frozenset[int] = frozenset()
     """Ranks whose program is that of a similar rank: communication and phases are theirs, sizes of other ops are not."""
 

@@ -115,10 +115,12 @@ def _corrected(use: MemoryUse, missed: _Missed) -> MemoryUse:
 
 
 def _class_memory(rank_class: RankClass, ranks: str, use: MemoryUse, capacity_bytes: int) -> ClassMemory:
-    """Optimizer shards have nearly equal sizes, and making a variant is dear: the first and last stand for all."""
+    """Optimizer shards have nearly equal sizes, and making a variant is dear: the first, the last and the one that is
+    known as the heaviest stand for all."""
     keys = sorted(rank_class.variants)
+    looked_at = {*keys[:1], *keys[-1:], rank_class.heaviest} & {*keys}
     base = int(allocated_curve(rank_class.exemplar).max(initial=0)) if keys else 0
-    peaks = [int(allocated_curve(rank_class.variants[key]).max(initial=0)) for key in {*keys[:1], *keys[-1:]}]
+    peaks = [int(allocated_curve(rank_class.variants[key]).max(initial=0)) for key in looked_at]
     extra = max(0, max(peaks, default=0) - base)
     return ClassMemory(
         ranks=ranks,

@@ -9,6 +9,7 @@ from prism_plugins.program.compare import compare_programs
 from prism_plugins.program.flat_partitions import PartitionedProgram, form_of
 from prism_plugins.program.infer import infer_job, program_of
 from prism_plugins.program.kinds import plan_kinds
+from prism_plugins.program.memory import allocated_curve, memory_of_classes
 from prism_plugins.program.model import EventKind
 from prism_plugins.simulate.sources import ClassSource
 from prism_plugins.world.audit import audit_ranks
@@ -56,6 +57,17 @@ def test_ranks_are_alike_up_to_the_first_copy():
     source = ClassSource(inferred, 0)
     events = inferred.classes[0].exemplar.events
     assert source.first_difference() > np.flatnonzero(events["kind"] == EventKind.COMM)[0]
+
+
+def test_memory_is_that_of_the_rank_that_holds_most():
+    shapes = [(48, 48)] * 20 + [(300, 64)] + [(48, 48)] * 20
+    job = PartitionedJob([shapes], [[i] for i in range(len(shapes))], dp=20)
+    inferred, _ = infer(job)
+    (cls,) = inferred.classes
+    (memory,) = memory_of_classes(inferred.classes, ranks=["0-19"], capacity_bytes=2**30)
+    peaks = [int(allocated_curve(program).max()) for program in job.programs.values()]
+    assert peaks.index(max(peaks)) not in (0, 19)
+    assert memory.peak_allocated_bytes - int(allocated_curve(cls.exemplar).max()) == max(peaks) - peaks[0]
 
 
 def test_two_parameter_groups_and_parameters_that_no_norm_counts():
