@@ -285,8 +285,8 @@ def _with_host_syncs(
 
 
 def recut(stretch: Stretch, items: StreamItems, scale: np.ndarray) -> StreamItems:
-    """The same items with the kernels of each run lasting ``scale`` times as priced, shape (num_items,)."""
-    scaled = msgspec.structs.replace(items, scale=scale)
+    """The same items with the kernels of each run lasting ``scale`` times as they did, shape (num_items,)."""
+    scaled = msgspec.structs.replace(items, scale=scale if items.scale is None else items.scale * scale)
     durations = scaled.durations(stretch.prices.op_ns, stretch.program.events["ref"])
     run_ns, issue_ns = _run_numbers(
         durations,
@@ -295,6 +295,12 @@ def recut(stretch: Stretch, items: StreamItems, scale: np.ndarray) -> StreamItem
         np.append(items.first_kernel[1:], len(durations)),
     )
     return msgspec.structs.replace(scaled, run_ns=run_ns, issue_ns=issue_ns)
+
+
+def slowed(stretch: Stretch, factor: float) -> Stretch:
+    """A stretch whose kernels all last ``factor`` times as long."""
+    streams = tuple(recut(stretch, items, np.full(len(items.code), factor)) for items in stretch.streams)
+    return msgspec.structs.replace(stretch, streams=streams)
 
 
 def _run_numbers(

@@ -26,12 +26,14 @@ import msgspec
 import numpy as np
 
 from prism_plugins.costs.base import CostModel
+from prism_plugins.errors import PrismError
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.model import EventKind
 from prism_plugins.program.prediction import Breakdown
 from prism_plugins.simulate import interference
-from prism_plugins.simulate.compile import compile_stretch
+from prism_plugins.simulate.compile import compile_stretch, slowed
 from prism_plugins.simulate.deadlock import explain_hang
+from prism_plugins.simulate.disturbance import Disturbance
 from prism_plugins.simulate.expand import break_down, expand_unit, join
 from prism_plugins.simulate.fork import fork_points
 from prism_plugins.simulate.link import Layer
@@ -41,15 +43,16 @@ from prism_plugins.simulate.quotient import Quotient, refine, survey
 from prism_plugins.simulate.sources import ClassSource
 from prism_plugins.simulate.timeline import OpTimes, Timeline
 from prism_plugins.simulate.unit import Unit
+from prism_plugins.simulate.vector import VectorMachine
 
 
-def simulate(job: JobPrograms, costs: CostModel) -> Timeline:
+def simulate(job: JobPrograms, costs: CostModel, disturbance: Disturbance | None = None) -> Timeline:
     """Simulate one iteration of every rank.
 
     Raises:
         SimulationFault: ranks wait for ever, or calls that meet disagree.
     """
-    return Simulation(job, costs).timeline
+    return Simulation(job, costs, disturbance).timeline
 
 
 def op_times(
@@ -80,7 +83,7 @@ class Simulation:
     last: Simulation | None = None
     """The one that ran last, so that callers who only kept the timeline need not simulate again."""
 
-    def __init__(self, job: JobPrograms, costs: CostModel) -> None:
+    def __init__(self, job: JobPrograms, costs: CostModel, disturbance: Disturbance | None = None) -> None:
         began = time.perf_counter()
         self.job = job
         self.costs = costs
@@ -88,6 +91,9 @@ class Simulation:
         self._pricer = Pricer(costs)
         self._sources = [ClassSource(job, index) for index in range(len(job.classes))]
         self._world = survey(job, self._sources, self._pricer)
+        self._disturbance = disturbance or Disturbance()
+        if self._disturbance.slow_ranks:
+            self._world.disturbed = self._disturbance.labels(job.layout.world_size)
         self._layers: list[Layer] = []
         self._units: list[Unit] = []
         coarse = refine(self._sources, self._world, with_variants=False)
@@ -116,6 +122,18 @@ class Simulation:
         """Ranks with the same number have equal times, shape (world_size,)."""
         return self._quotient.cell_of_rank
 
+    def vector_machine(self, factors: tuple[float, float]) -> VectorMachine:
+        """The same job for ranks that have speeds of their own, between these factors on their kernels.
+
+        Raises :class:`PrismError` for jobs whose ranks have optimizer shards of their own (leave those out), or exchange
+        messages within a class.
+        """
+        if len(self._layers) > 1:
+            raise PrismError(
+                "ranks with optimizer shards of their own cannot be jittered; leave the shards out"
+            )
+        return VectorMachine(self._layers[0], self._units, self._world, factors=factors)
+
     # ── assembly ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _link(
@@ -124,15 +142,15 @@ class Simulation:
         """Compile each cell's program (up to ``ends``, behind ``parents``) and link their calls."""
         stretches = []
         for cell in quotient.cells:
-            stretches.append(
-                compile_stretch(
-                    cell.program,
-                    self._pricer.price(cell.program),
-                    lo=0,
-                    hi=len(cell.program.events) if ends is None else ends[cell.index],
-                    host0=0.0 if parents is None else parents[cell.index].stretch.host_at_end,
-                )
+            stretch = compile_stretch(
+                cell.program,
+                self._pricer.price(cell.program),
+                lo=0,
+                hi=len(cell.program.events) if ends is None else ends[cell.index],
+                host0=0.0 if parents is None else parents[cell.index].stretch.host_at_end,
             )
+            factor = self._disturbance.factor(int(cell.ranks[0]))
+            stretches.append(stretch if factor == 1.0 else slowed(stretch, factor))
         first_slot = sum(layer.num_slots for layer in self._layers)
         layer = Layer(quotient, stretches, self._pricer, first_slot=first_slot)
         self._layers.append(layer)

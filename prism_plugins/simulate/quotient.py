@@ -66,6 +66,8 @@ class World(msgspec.Struct, kw_only=True):
     p2p_comm: np.ndarray
     p2p_peer: np.ndarray
     p2p_label: np.ndarray
+    disturbed: np.ndarray | None = None
+    """Per rank: equal for ranks that are disturbed equally; None: nobody is."""
 
 
 class PricesCalls(Protocol):
@@ -189,9 +191,10 @@ class _Communicators:
 def refine(sources: list[ClassSource], world: World, *, with_variants: bool) -> Quotient:
     """The coarsest exact partition that refines the classes (and the optimizer variants)."""
     colour = world.class_of_rank
-    if with_variants:
-        _, colour = np.unique(np.stack((colour, world.variant_of_rank)), axis=1, return_inverse=True)
-        colour = colour.reshape(-1)
+    for label in (world.variant_of_rank if with_variants else None, world.disturbed):
+        if label is not None:
+            _, colour = np.unique(np.stack((colour, label)), axis=1, return_inverse=True)
+            colour = colour.reshape(-1)
     count = int(colour.max()) + 1
     while True:
         met = _composition(world, colour)
