@@ -1,4 +1,4 @@
-"""``prism what-if``: an existing run on another cluster, without running its slices again."""
+"""``prism what-if``: an existing run on another cluster or with faults, without running its slices again."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from rich.table import Table
 
 from prism_plugins import __version__
+from prism_plugins.cli_faults import add_fault_arguments, parse_faults, print_report, simulate_faults
 from prism_plugins.cli_run import add_run_argument, check_finished, load_job, open_run
 from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.calibration import Calibration
@@ -19,8 +20,10 @@ from prism_plugins.costs.cluster import Cluster, check_world, load_cluster
 from prism_plugins.costs.model import load_calibration
 from prism_plugins.costs.nccl.settings import NcclSettings, parse_settings
 from prism_plugins.emit.console import gib, make_console, milliseconds, show, tightest
+from prism_plugins.emit.files import replaced_file
 from prism_plugins.emit.prediction_json import read_prediction, write_prediction
 from prism_plugins.emit.ranks import format_ranks
+from prism_plugins.errors import PrismError
 from prism_plugins.predict import Evidence, device_overhead, nvls_groups, predict, predict_memory
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.memory_device import communicators
@@ -29,35 +32,48 @@ from prism_plugins.program.slices import SliceReport
 from prism_plugins.rundir import RunDir
 
 _DESCRIPTION = """\
-Price a run on another cluster: the same programs of all ranks, other GPUs, links and network. Nothing runs again, and
-nothing is saved without --out. Whether it fits is judged by the other GPU's memory."""
+Price a run on another cluster: the same programs of all ranks, other GPUs, links and network; or with faults: slow ranks
+and NICs, jitter, a rank that fails. Nothing runs again, and nothing is saved without --out. Whether it fits is judged by
+the other GPU's memory."""
 
 _EPILOG = """\
 examples:
   prism what-if latest --cluster dgx-b200
   prism what-if prism_out/RUN --cluster mine.toml --out on_mine.json
   prism what-if latest --cluster dgx-h200 --json | jq .iteration_time_ms
+  prism what-if latest --slow-rank 37=1.3 --slow-link node3:nic2=0.5
+  prism what-if latest --jitter 3% --seeds 20
+  prism what-if latest --fail rank=100@12ms
 `prism cluster list` names the presets."""
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Register the subcommand."""
     parser = commands.add_parser(
-        "what-if", help="a run on another cluster", description=_DESCRIPTION, epilog=_EPILOG
+        "what-if", help="a run on another cluster, or with faults", description=_DESCRIPTION, epilog=_EPILOG
     )
     add_run_argument(parser)
     parser.add_argument(
-        "--cluster", required=True, metavar="NAME|FILE", help="cluster preset, or path of a TOML file"
+        "--cluster",
+        metavar="NAME|FILE",
+        help="cluster preset, or path of a TOML file; default with faults: the run's own",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the new prediction there, as JSON")
     parser.add_argument(
         "--json", action="store_true", help="print the new prediction instead of the comparison"
     )
+    add_fault_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison."""
+    """Print the comparison, or what the faults do."""
+    if arguments.slow_rank or arguments.slow_link or arguments.jitter or arguments.fail:
+        return _run_faults(arguments)
+    if arguments.cluster is None:
+        raise PrismError(
+            "what if what? Give --cluster, or a fault (--slow-rank, --slow-link, --jitter, --fail)"
+        )
     cluster = load_cluster(arguments.cluster)
     rundir = open_run(arguments.run_directory)
     check_finished(rundir, rundir.read_info())
@@ -78,6 +94,45 @@ def run(arguments: argparse.Namespace) -> int:
         if finding not in then.findings:
             console.print(f"{finding.severity}: {finding.message}")
     console.print(f"Assumed: {_recorded_for(then)}")
+    return 0
+
+
+def _run_faults(arguments: argparse.Namespace) -> int:
+    from prism_plugins import stages
+    from prism_plugins.simulate.faults import SimulationFault
+
+    rundir = open_run(arguments.run_directory)
+    gc.disable()
+    job, reports, info = load_job(rundir, with_shards=False)
+    cluster = None if arguments.cluster else info.cluster
+    cluster = cluster or load_cluster(arguments.cluster or info.job.options.cluster)
+    world_size = job.layout.world_size
+    check_world(cluster, world_size)
+    faults = parse_faults(arguments, cluster, world_size)
+    nccl = parse_settings(info.nccl_variables)
+    calibration = load_calibration(info.job.options.calibration)
+
+    def costs_of(other: Cluster) -> CostModel:
+        return stages.price(
+            other, job, reports, rundir, device=info.job.options.device, nccl=nccl, calibration=calibration
+        )[1]
+
+    try:
+        report = simulate_faults(
+            job, costs_of(cluster), cluster, faults, costs_of=costs_of, jobs=arguments.jobs
+        )
+    except SimulationFault as fault:
+        raise PrismError(f"there are no times, the job would not run: {fault.message}") from None
+    finally:
+        gc.enable()
+    encoded = msgspec.json.format(msgspec.json.encode(report), indent=1)
+    if arguments.out:
+        with replaced_file(arguments.out) as file:
+            file.write(encoded + b"\n")
+    if arguments.json:
+        sys.stdout.write(encoded.decode() + "\n")
+    else:
+        print_report(report, make_console(sys.stdout), world_size=world_size)
     return 0
 
 

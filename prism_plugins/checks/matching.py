@@ -150,7 +150,7 @@ def _missing(
     ranks: tuple[int, ...],
     without: tuple[int, ...],
 ) -> str:
-    more = f" and {extra - 1} calls more" if extra > 1 else ""
+    more = f" (and {extra - 1} more)" if extra > 1 else ""
     if at < len(others.key):
         instead = f"whose next call there is {_text(shorter, others, at)}"
     elif len(others.key):

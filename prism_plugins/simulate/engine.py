@@ -39,7 +39,7 @@ from prism_plugins.simulate.fork import fork_points
 from prism_plugins.simulate.link import Layer
 from prism_plugins.simulate.prices import Pricer
 from prism_plugins.simulate.process import Machine
-from prism_plugins.simulate.quotient import Quotient, refine, survey
+from prism_plugins.simulate.quotient import Cell, Quotient, refine, survey
 from prism_plugins.simulate.sources import ClassSource
 from prism_plugins.simulate.timeline import OpTimes, Timeline
 from prism_plugins.simulate.unit import Unit
@@ -111,6 +111,11 @@ class Simulation:
     def is_last(cls, job: JobPrograms, costs: CostModel) -> bool:
         """Whether the last simulation was of exactly these objects."""
         return cls.last is not None and cls.last.job is job and cls.last.costs is costs
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Ranks with equal times."""
+        return self._quotient.cells
 
     def op_times(self, rank: int) -> OpTimes:
         """Times of a rank's events; ranks of one cell share them."""

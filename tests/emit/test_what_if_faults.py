@@ -1,0 +1,61 @@
+"""``prism what-if`` with faults, on a small run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from prism_plugins.cli import main
+
+
+def report(capsys, *words: str) -> dict:
+    assert main(("what-if", "latest", *words, "--json")) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_slow_rank_and_who_waits_for_it(run, capsys):
+    found = report(capsys, "--slow-rank", "1=3")
+    assert found["iteration_ms"][0] > found["undisturbed_ms"]
+    assert found["waited_for"][0][0] == 1
+    assert sum(found["critical_path_ms"].values()) == pytest.approx(found["iteration_ms"][0], rel=1e-6)
+    assert main(("what-if", "latest", "--slow-rank", "1=3")) == 0
+    text = capsys.readouterr().out
+    assert "for rank 1 " in text
+    assert "critical path" in text
+
+
+def test_seeds_are_a_distribution_and_repeat(run, capsys):
+    words = ("--jitter", "5%", "--seeds", "6")
+    first = report(capsys, *words)["iteration_ms"]
+    assert len(set(first)) == 6
+    assert first == report(capsys, *words, "--jobs", "1")["iteration_ms"]
+    assert report(capsys, *words, "--seed", "2")["iteration_ms"][:4] == first[2:]
+
+
+def test_a_rank_that_fails_stops_the_others(run, capsys):
+    found = report(capsys, "--fail", "rank=0@1us")
+    assert found["iteration_ms"] == []
+    assert found["num_stalled"] > 1
+    assert any("in" in what or "waits" in what for _, _, what in found["stalled"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--slow-rank", "x"), "--slow-rank 'x' is not of the form 37=1.3"),
+        (("--slow-rank", "9999=2"), "rank 9999 is outside the world"),
+        (("--slow-link", "node0:nic99=0.5"), "NICs"),
+        (("--slow-link", "node0:nic0=2"), "at most 1"),
+        (("--jitter", "3"), "is not of the form 3%"),
+        (("--jitter", "90%"), "at most 30%"),
+        (("--jitter", "3%", "--seeds", "0"), "--seeds 0"),
+        (("--fail", "5@soon"), "--fail '5@soon'"),
+        ((), "Give --cluster, or a fault"),
+    ],
+)
+def test_mistakes_are_one_line(run, capsys, words, message):
+    assert main(("what-if", "latest", *words)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
