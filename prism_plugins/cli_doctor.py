@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prism_plugins import __version__
-from prism_plugins.device.build import find_torch
+from prism_plugins.device.build import find_torch, obstacle
 from prism_plugins.emit.console import gib, make_console, show
 from prism_plugins.errors import PrismError
 from prism_plugins.user_cache import cache_folders
@@ -96,15 +96,10 @@ def _torch() -> Iterator[Check]:
     if release < _MIN_TORCH:
         least = ".".join(map(str, _MIN_TORCH))
         yield Check("torch", "problem", f"{torch.version}, {build}; prism needs {least} or later")
-    elif torch.cuda:
-        yield Check(
-            "torch",
-            "problem",
-            f"{torch.version}, {build}; the virtual GPU runs on CPU builds so far: "
-            "pip install torch --index-url https://download.pytorch.org/whl/cpu",
-        )
+    elif trouble := obstacle(torch):
+        yield Check("torch", "problem", trouble)
     else:
-        yield Check("torch", "ok", f"{torch.version}, {build}")
+        yield Check("torch", "ok", f"{torch.version}, {build}; {torch.mode}")
 
 
 def _autoload() -> Iterator[Check]:

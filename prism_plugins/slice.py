@@ -301,6 +301,7 @@ def device_assumptions(stats: DeviceStats) -> list[str]:
     for names, text in (
         (stats.no_cpu_kernel, "have no CPU kernel: their small results were synthesized"),
         (stats.no_meta_kernel, "have no shape function: taken as keeping the shapes of what they change"),
+        (stats.dropped, "reached the CUDA runtime past torch's operators: neither recorded nor carried out"),
     ):
         if names:
             lines.append(f"{', '.join(sorted(names))} {text}")

@@ -91,12 +91,14 @@ class Collector:
 def _timer_stop(session: Session, original: Any, module: ModuleType) -> Any:
     """Every span that a timer of DeepSpeed measures, by the CUDA events it recorded."""
 
+    from prism_plugins.device.streams import record_id
+
     @functools.wraps(original)
     def stop(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if not self.use_host_timer:
             span = self.event_timers[-1]
-            session.timer_stopped(self.name_, span.start_event.record_id, span.end_event.record_id)
+            session.timer_stopped(self.name_, record_id(span.start_event), record_id(span.end_event))
         return result
 
     return stop

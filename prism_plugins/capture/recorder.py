@@ -79,6 +79,8 @@ class DeviceStats(msgspec.Struct, frozen=True, kw_only=True):
     """Ops on real memory whose results had to be synthesized, by name."""
     no_meta_kernel: dict[str, int]
     """Ops that only mutate their arguments and have no Meta kernel: taken as keeping the shapes, by name."""
+    dropped: dict[str, int]
+    """What reached the CUDA runtime of a CUDA build past torch's operators, and was not carried out, by name."""
     host: HostCounts
 
 
@@ -267,6 +269,7 @@ class Recorder:
             synthesized_reads=_tally(0),
             no_cpu_kernel=_tally(1),
             no_meta_kernel=_tally(2),
+            dropped=_counts(library.text("native_tally")) if library.is_native() else {},
             host=host_counts(),
         )
 
@@ -307,5 +310,9 @@ def get_recorder() -> Recorder:
 
 
 def _tally(which: int) -> dict[str, int]:
-    rows = (line.rsplit("\t", 1) for line in library.text("tally", which).splitlines())
+    return _counts(library.text("tally", which))
+
+
+def _counts(lines: str) -> dict[str, int]:
+    rows = (line.rsplit("\t", 1) for line in lines.splitlines())
     return {name: int(count) for name, count in rows}

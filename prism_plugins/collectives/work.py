@@ -154,8 +154,8 @@ class VirtualWork(CompletedWork):
                 self._source = source
 
 
-_FUTURES = 0x507269736D
-"""Stands for the ``cudaStream_t`` on which futures are completed."""
+_FUTURES = 0x507269736D00
+"""Stands for the ``cudaStream_t`` on which futures are completed. Even: an odd one would be of torch's pools."""
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""The functions of ``torch._C`` that a CPU build lacks, for the virtual device.
+"""The functions of ``torch._C`` that a CPU build lacks, for the virtual device; of a CUDA build, the few that cannot
+do without a GPU.
 
 torch.cuda's own Python runs unmodified on top of them, so only this layer follows upstream.
 """
@@ -57,6 +58,18 @@ class DeviceProperties:
         )
 
 
+def native_bindings() -> dict[str, Any]:
+    """Attributes of ``torch._C`` to replace in a CUDA build, by name."""
+    return {
+        "_cuda_sleep": lambda cycles: None,
+        "_cuda_getCurrentBlasHandle": lambda: 1,
+        "_cuda_clearCublasWorkspaces": lambda: call("free_workspaces"),
+        "_cuda_emptyCache": lambda: call("empty_cache"),
+        "_cuda_resetPeakMemoryStats": reset_peaks,
+        "_cuda_jiterator_compile_and_launch_kernel": _unsupported("torch.cuda.jiterator"),
+    }
+
+
 def bindings(spec: SliceSpec) -> dict[str, Any]:
     """Attributes to add to ``torch._C``, by name."""
     count = spec.gpus_per_node
@@ -81,7 +94,7 @@ def bindings(spec: SliceSpec) -> dict[str, Any]:
             set_device(device)
         return previous
 
-    return {
+    return native_bindings() | {
         "_has_cuda": True,
         "_CudaStreamBase": CudaStreamBase,
         "_CudaEventBase": CudaEventBase,
@@ -102,15 +115,10 @@ def bindings(spec: SliceSpec) -> dict[str, Any]:
         "_cuda_getStreamFromExternal": lambda p, d: stream_data(call("external_stream", p), d),
         "_cuda_setStream": set_stream,
         "_cuda_synchronize": lambda: call("synchronize"),
-        "_cuda_sleep": lambda cycles: None,
         "_cuda_ipc_collect": lambda: None,
         "_cuda_set_sync_debug_mode": lambda mode: None,
         "_cuda_get_sync_debug_mode": lambda: 0,
-        "_cuda_getCurrentBlasHandle": lambda: 1,
-        "_cuda_clearCublasWorkspaces": lambda: call("free_workspaces"),
-        "_cuda_emptyCache": lambda: call("empty_cache"),
         "_cuda_memoryStats": memory_counts,
-        "_cuda_resetPeakMemoryStats": reset_peaks,
         "_cuda_resetAccumulatedMemoryStats": lambda device: call("reset_accumulated_stats", device),
         "_cuda_setMemoryFraction": lambda fraction, device: None,
         "_cuda_getMemoryFraction": lambda device: 1.0,
@@ -118,7 +126,6 @@ def bindings(spec: SliceSpec) -> dict[str, Any]:
         "_cuda_memorySnapshot": _unsupported("torch.cuda.memory_snapshot"),
         "_cuda_record_memory_history": _unsupported("torch.cuda.memory._record_memory_history"),
         "_cuda_record_memory_history_legacy": _unsupported("torch.cuda.memory._record_memory_history"),
-        "_cuda_jiterator_compile_and_launch_kernel": _unsupported("torch.cuda.jiterator"),
         "_nccl_version": lambda: NCCL_VERSION[0] << 32 | NCCL_VERSION[1] << 16 | NCCL_VERSION[2],
         "_nccl_version_suffix": lambda: b"",
     }

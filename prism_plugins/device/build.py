@@ -1,7 +1,11 @@
 """Compile the virtual CUDA backend for the installed torch, once, into a cache.
 
 One build serves every Python of a torch version: the library uses libtorch only and is spoken to through ctypes
-and torch operators.
+and torch operators. From one source tree come two modes (docs/cuda-builds.md):
+
+* *hooks*, for CPU builds of torch: the device layer (guard, streams, generators, allocator) is ours;
+* *native*, for CUDA builds: it is torch's own, on a CUDA runtime of ours that needs no driver and no GPU, a library
+  of its own.
 """
 
 from __future__ import annotations
@@ -24,12 +28,20 @@ from pathlib import Path
 
 import msgspec
 
+from prism_plugins.device.elf import needed_libraries
 from prism_plugins.errors import PrismError
 from prism_plugins.user_cache import cache_folders
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility-inlines-hidden", "-DAT_PER_OPERATOR_HEADERS")
 _TYPICAL_CPU_SECONDS = 60
+LIBRARY, RUNTIME = "libprism_cuda.so", "libprism_cudart.so"
+_RUNTIME_SONAME = "libcuda.so.1"
+"""Whoever looks for the driver in a slice finds the virtual runtime, and no GPU."""
+
+_HOOKS_ONLY = frozenset(
+    f"{name}.cpp" for name in ("bindings", "blocks", "guard", "streams", "virtual_generator")
+)
 
 
 class TorchBuild(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +50,46 @@ class TorchBuild(msgspec.Struct, frozen=True, kw_only=True):
     root: Path
     version: str
     cuda: str | None
+
+    @property
+    def native(self) -> bool:
+        """Whether the native mode is the one for it."""
+        return self.cuda is not None
+
+    @property
+    def mode(self) -> str:
+        """The mode in words."""
+        if self.native:
+            return "native mode: torch's own CUDA layer and allocator on a virtual CUDA runtime"
+        return "hooks mode: prism's CUDA layer under torch.cuda"
+
+
+def obstacle(torch: TorchBuild) -> str | None:
+    """Why the virtual device cannot run on this build of torch, in one line; None when it can."""
+    if not torch.native:
+        return None
+    library = torch.root / "lib/libc10_cuda.so"
+    try:
+        needed = needed_libraries(library)
+    except (OSError, ValueError) as error:
+        return f"torch {torch.version} for CUDA {torch.cuda}: {library} cannot be read ({error})"
+    if not any(name.startswith("libcudart.so") for name in needed):
+        return (
+            f"torch {torch.version} for CUDA {torch.cuda} has the CUDA runtime built into it (libc10_cuda.so is not linked "
+            "to libcudart.so), where no virtual one can take its place: install torch from PyPI, or a CPU build"
+        )
+    return None
+
+
+def sources(*, native: bool) -> tuple[list[Path], list[Path]]:
+    """The sources of the backend and, in native mode, those of the CUDA runtime under it."""
+    backend, runtime = [], []
+    for path in sorted(SOURCES.glob("*.cpp")):
+        if path.name.startswith("cudart_"):
+            runtime.append(path)
+        elif path.name not in _HOOKS_ONLY if native else not path.name.startswith("native_"):
+            backend.append(path)
+    return backend, runtime if native else []
 
 
 def find_torch() -> TorchBuild:
@@ -62,13 +114,13 @@ def library_path(torch: TorchBuild) -> Path:
     """
     name = f"torch-{torch.version}-{_source_hash(torch)}"
     for cache in cache_folders():
-        path = cache / name / "libprism_cuda.so"
+        path = cache / name / LIBRARY
         if path.exists():
             return path
     cache = _writable_cache()
     folder = cache / name
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "libprism_cuda.so"
+    path = folder / LIBRARY
     with _lock(folder / "lock"):
         if not path.exists():  # else another process built it while we waited
             _compile(torch, path)
@@ -109,7 +161,8 @@ def cuda_ops(native_functions: Path) -> list[str]:
 
 def _source_hash(torch: TorchBuild) -> str:
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.iterdir()):
+    backend, runtime = sources(native=torch.native)
+    for path in sorted([*SOURCES.glob("*.h"), *backend, *runtime]):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     digest.update(inspect.getsource(cuda_ops).encode())
@@ -163,8 +216,8 @@ def _compile(torch: TorchBuild, path: Path) -> None:
                 f"torch {torch.version} comes without {needed}: install an official build of torch"
             )
     cores = len(os.sched_getaffinity(0))
-    sources = sorted(SOURCES.glob("*.cpp"))
-    seconds = max(20, _TYPICAL_CPU_SECONDS // min(cores, len(sources)))
+    backend, runtime = sources(native=torch.native)
+    seconds = max(20, _TYPICAL_CPU_SECONDS // min(cores, len(backend)))
     _say(f"compiling the virtual CUDA backend for torch {torch.version} (once, about {seconds} s)")
     start = time.monotonic()
     for left in path.parent.glob("build-*"):  # We hold the lock: of a compilation that was killed.
@@ -179,20 +232,37 @@ def _compile(torch: TorchBuild, path: Path) -> None:
             "-isystem",
             str(include / "torch/csrc/api/include"),
         ]
-
-        def compile_one(source: Path) -> str:
-            target = work / f"{source.stem}.o"
-            _call([*compiler.split(), *FLAGS, *includes, "-c", str(source), "-o", str(target)], source.name)
-            return str(target)
-
         with ThreadPoolExecutor(cores) as pool:
-            objects = list(pool.map(compile_one, sources))
-        library = work / path.name
+            objects = list(pool.map(lambda s: _compile_one(compiler, s, work, includes), backend))
+        if runtime:
+            link_runtime(compiler, work, path.parent)
         lib = torch.root / "lib"
-        link = [*compiler.split(), "-shared", "-o", str(library), *objects]
-        _call([*link, f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"], path.name)
-        os.replace(library, path)
+        libraries = ["-ltorch_cpu", "-lc10"]
+        if torch.native:
+            libraries = ["-Wl,--no-as-needed", "-ltorch_cuda", *libraries]
+        _link(compiler, work, path, [*objects, f"-L{lib}", *libraries, f"-Wl,-rpath,{lib}"])
     _say(f"compiled in {time.monotonic() - start:.0f} s: {path}")
+
+
+def link_runtime(compiler: str, work: Path, folder: Path) -> Path:
+    """Compile the virtual CUDA runtime into ``folder``, with ``work`` for scratch. It uses neither torch nor CUDA."""
+    _, runtime = sources(native=True)
+    objects = [_compile_one(compiler, source, work, []) for source in runtime]
+    path = folder / RUNTIME
+    _link(compiler, work, path, [*objects, f"-Wl,-soname,{_RUNTIME_SONAME}"])
+    return path
+
+
+def _compile_one(compiler: str, source: Path, work: Path, includes: list[str]) -> str:
+    target = work / f"{source.stem}.o"
+    _call([*compiler.split(), *FLAGS, *includes, "-c", str(source), "-o", str(target)], source.name)
+    return str(target)
+
+
+def _link(compiler: str, work: Path, path: Path, arguments: list[str]) -> None:
+    library = work / path.name
+    _call([*compiler.split(), "-shared", "-o", str(library), *arguments], path.name)
+    os.replace(library, path)
 
 
 def _call(command: list[str], what: str) -> None:

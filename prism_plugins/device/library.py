@@ -16,13 +16,9 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "configure": (None, (c_size_t, c_size_t, c_int, c_int64, c_int, c_int, c_size_t)),
     "register": (None, ()),
     "get_device": (c_int, ()),
-    "set_device": (None, (c_int,)),
     "current_stream": (c_uint32, (c_int,)),
     "exchange_stream": (c_uint32, (c_int, c_uint32)),
-    "stream_from_pool": (c_uint32, (c_int,)),
     "external_stream": (c_uint32, (c_uint64,)),
-    "synchronize": (None, ()),
-    "hand_out_default_generator": (None, (c_int,)),
     "start": (None, ()),
     "stop": (None, ()),
     "recording": (c_int, ()),
@@ -47,29 +43,56 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "set_synthesized": (None, (c_void_p, c_int)),
     "set_category": (None, (c_void_p, c_int)),
     "resize_storage": (None, (c_void_p, c_size_t)),
-    "elapsed_ms": (c_double, (c_void_p, c_void_p)),
     "event_record": (c_uint32, (c_void_p,)),
     "counters": (None, (POINTER(c_int64),)),
     "tally": (c_size_t, (c_int, c_char_p, c_size_t)),
 }
 
+_HOOKS_FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "set_device": (None, (c_int,)),
+    "stream_from_pool": (c_uint32, (c_int,)),
+    "synchronize": (None, ()),
+    "hand_out_default_generator": (None, (c_int,)),
+    "elapsed_ms": (c_double, (c_void_p, c_void_p)),
+}
+"""Of the mode for CPU builds of torch: what ``bindings.py`` calls."""
+
+_NATIVE_FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "configure_gpu": (None, (c_int, c_size_t, c_int, c_int, c_int, c_size_t, c_char_p)),
+    "native_tally": (c_size_t, (c_char_p, c_size_t)),
+}
+"""Of the mode for CUDA builds of torch."""
+
 _loaded: ctypes.PyDLL | None = None
 
 
-def load_library(path: Path) -> None:
-    """Load the compiled backend with global symbols, before ``import torch``."""
-    global _loaded
+_native = False
+
+
+def load_library(path: Path, *, runtime: Path | None = None) -> None:
+    """Load the compiled backend with global symbols, before ``import torch``. In a CUDA build of torch, ``runtime``
+    is the CUDA runtime that it is to find in place of the real one."""
+    global _loaded, _native
     try:
+        if runtime is not None:
+            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
         library = ctypes.PyDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise PrismError(
             f"the virtual CUDA backend {path} does not load ({error}); delete it to build it again"
         ) from None
-    for name, (result, arguments) in _FUNCTIONS.items():
+    functions = _FUNCTIONS | (_HOOKS_FUNCTIONS if runtime is None else _NATIVE_FUNCTIONS)
+    for name, (result, arguments) in functions.items():
         function = getattr(library, f"prism_{name}")
         function.restype = result
         function.argtypes = arguments
     _loaded = library
+    _native = runtime is not None
+
+
+def is_native() -> bool:
+    """Whether this process has the virtual device under torch's own CUDA layer (a CUDA build of torch)."""
+    return _native
 
 
 def is_loaded() -> bool:

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from prism_plugins.device import library
-from prism_plugins.device.build import find_torch, library_path
+from prism_plugins.device.build import RUNTIME, find_torch, library_path, obstacle
 from prism_plugins.errors import PrismError
 from prism_plugins.program.slices import SliceSpec
 
@@ -35,19 +35,18 @@ def load_device(spec: SliceSpec) -> None:
     """Build (once) and load the backend for the installed torch. Call before ``import torch``.
 
     Raises:
-        PrismError: torch was imported already, is a CUDA build, or the backend cannot be built.
+        PrismError: torch was imported already, is a build that leaves no room for the device, or the backend cannot
+            be built.
     """
     if "torch" in sys.modules:
         raise PrismError(
             "torch was imported before the virtual CUDA device was loaded; start the script through prism"
         )
     torch = find_torch()
-    if torch.cuda is not None:
-        raise PrismError(
-            f"torch {torch.version} is a CUDA build, which the virtual device does not support yet; "
-            "install a CPU build (pip install torch --index-url https://download.pytorch.org/whl/cpu)"
-        )
-    library.load_library(library_path(torch))
+    if trouble := obstacle(torch):
+        raise PrismError(trouble)
+    path = library_path(torch)
+    library.load_library(path, runtime=path.with_name(RUNTIME) if torch.native else None)
     built_for = library.call("torch_version").decode()
     if torch.version.split("+")[0].split("a")[0] != built_for:
         raise PrismError(
@@ -62,6 +61,12 @@ def load_device(spec: SliceSpec) -> None:
         cublas_workspace_bytes(spec.gpu.capability),
     ]
     library.call("configure", *_configuration)
+    if library.is_native():
+        gpu = spec.gpu
+        library.call(
+            "configure_gpu", spec.gpus_per_node, gpu.memory_bytes, *gpu.capability, gpu.num_sms, gpu.l2_bytes,
+            gpu.name.encode(),
+        )  # fmt: skip
     library.call("register")
 
 
@@ -74,7 +79,8 @@ def set_real_limit(nbytes: int) -> int:
 
 
 def install_torch_cuda(context: SliceContext) -> None:
-    """Supply what a CPU build lacks in ``torch.cuda``. Call after ``import torch``."""
+    """Make ``torch.cuda`` the virtual device's: supply what a CPU build lacks, replace what needs a GPU. Call after
+    ``import torch``."""
     from prism_plugins.device.torch_cuda import install
 
     install(context)

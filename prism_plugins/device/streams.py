@@ -71,11 +71,6 @@ class CudaEventBase(torch.Event):
         """What stands for the ``cudaEvent_t``; 0 until it is recorded."""
         return self.event_id
 
-    @property
-    def record_id(self) -> int:
-        """Id of the last record, the ``ref`` of its EVENT_RECORD; 0 until it is recorded. Not part of torch."""
-        return call("event_record", self.event_id) if self.event_id else 0
-
     def elapsed_time(self, end_event: torch.Event) -> float:
         """Host time between the two records, ms. (torch.Event's own refuses subclasses.)"""
         if not (self.event_id and end_event.event_id):
@@ -90,3 +85,9 @@ class CudaEventBase(torch.Event):
     def ipc_handle(self) -> bytes:
         """Events cannot leave the process of a slice."""
         raise NotImplementedError("prism's virtual CUDA has no interprocess events")
+
+
+def record_id(event: torch.cuda.Event) -> int:
+    """Id of the event's last record, the ``ref`` of its EVENT_RECORD; 0 until it is recorded."""
+    handle = event.cuda_event
+    return call("event_record", handle) if handle else 0

@@ -1,8 +1,9 @@
-"""Everything the slice changes in torch so that a CPU build offers ``torch.cuda``: one table, applied and undone here.
+"""Everything the slice changes in torch so that ``torch.cuda`` is the virtual device: one table, applied and undone
+here.
 
 Two kinds of entries. *Additions* are the names of ``torch._C`` that only CUDA builds have (:mod:`.bindings`);
 torch.cuda's Python works on top of them as it is. *Replacements* are attributes that torch binds at import time, or
-that cannot work without a GPU.
+that cannot work without a GPU. In a CUDA build (native mode) most of both is torch's own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ import torch.cuda.streams
 import torch.utils._triton
 import torch.utils.data
 
-from prism_plugins.device.bindings import CUDA_VERSION, DeviceProperties, Nvtx, bindings, cudart
+from prism_plugins.device import library
+from prism_plugins.device.bindings import (
+    CUDA_VERSION,
+    DeviceProperties,
+    Nvtx,
+    bindings,
+    cudart,
+    native_bindings,
+)
 from prism_plugins.device.host_memory import clone_storage, new, new_tensor, share_storage
 from prism_plugins.device.library import call
 from prism_plugins.device.loaders import dataloader_init, guard_cpp_extension
@@ -52,22 +61,18 @@ class Replacement(NamedTuple):
 
 
 def replacements(context: SliceContext) -> list[Replacement]:
-    """The table. Every attribute exists in a CPU build of torch; a missing one means that upstream renamed it."""
-    cuda, spec = torch.cuda, context.spec
-    properties = DeviceProperties(spec.gpu)
-    added = bindings(spec)
+    """The table for this build of torch. A missing attribute means that upstream renamed it."""
+    return _everywhere(context) + (_in_cuda_builds() if library.is_native() else _in_cpu_builds(context))
+
+
+def _everywhere(context: SliceContext) -> list[Replacement]:
+    cuda = torch.cuda
     graph_error = "CUDA graphs are not supported on prism's virtual CUDA device: run without them"
 
     def refuse_graph(cls: type, *arguments: object, **options: object) -> None:
         raise NotImplementedError(graph_error)
 
-    bound = "bound at import time, from a function a CPU build lacks"
     return [
-        Replacement(torch.version, "cuda", CUDA_VERSION, "scripts ask it whether this is a CUDA build"),
-        Replacement(cuda, "_cudart", cudart(spec), "None in a CPU build; _lazy_init checks it"),
-        Replacement(cuda, "_exchange_device", added["_cuda_exchangeDevice"], bound),
-        Replacement(cuda, "_maybe_exchange_device", added["_cuda_maybeExchangeDevice"], bound),
-        Replacement(cuda, "_CudaDeviceProperties", DeviceProperties, bound),
         Replacement(cuda, "_device_count_nvml", lambda: -1, "must not count the GPUs of this machine"),
         Replacement(
             cuda,
@@ -76,12 +81,8 @@ def replacements(context: SliceContext) -> list[Replacement]:
             "asks NVML",
         ),
         Replacement(
-            cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False, "a stub that raises in a CPU build"
-        ),
-        Replacement(
             cuda.CUDAGraph, "__new__", refuse_graph, "capture needs a GPU; a clear error instead of a stub's"
         ),
-        Replacement(cuda.nvtx, "_nvtx", Nvtx(), "raises in a CPU build"),
         Replacement(
             torch.utils._triton, "has_triton_package", lambda: False, "Triton kernels cannot run here"
         ),
@@ -98,6 +99,32 @@ def replacements(context: SliceContext) -> list[Replacement]:
         Replacement(torch.UntypedStorage, "share_memory_", share_storage, "would touch reserved memory"),
         Replacement(torch.Tensor, "new", new, "takes the key of shape-only host tensors for a device"),
         Replacement(torch.Tensor, "new_tensor", new_tensor, "takes that key for a device"),
+    ]
+
+
+def _in_cuda_builds() -> list[Replacement]:
+    return [
+        Replacement(
+            torch.backends.cudnn, "is_acceptable", lambda tensor: False, "cuDNN cannot start without a GPU"
+        ),
+    ]
+
+
+def _in_cpu_builds(context: SliceContext) -> list[Replacement]:
+    cuda, spec = torch.cuda, context.spec
+    properties = DeviceProperties(spec.gpu)
+    added = bindings(spec)
+    bound = "bound at import time, from a function a CPU build lacks"
+    return [
+        Replacement(torch.version, "cuda", CUDA_VERSION, "scripts ask it whether this is a CUDA build"),
+        Replacement(cuda, "_cudart", cudart(spec), "None in a CPU build; _lazy_init checks it"),
+        Replacement(cuda, "_exchange_device", added["_cuda_exchangeDevice"], bound),
+        Replacement(cuda, "_maybe_exchange_device", added["_cuda_maybeExchangeDevice"], bound),
+        Replacement(cuda, "_CudaDeviceProperties", DeviceProperties, bound),
+        Replacement(
+            cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False, "a stub that raises in a CPU build"
+        ),
+        Replacement(cuda.nvtx, "_nvtx", Nvtx(), "raises in a CPU build"),
         *(
             Replacement(cuda, name, _legacy_type(name, dtype), "its constructor refuses in a CPU build")
             for name, dtype in LEGACY_TYPES.items()
@@ -118,7 +145,8 @@ def install(context: SliceContext) -> Callable[[], None]:
         setattr(target, name, value)
 
     added_later = {"_get_device_properties"}
-    for name, value in bindings(context.spec).items():
+    native = library.is_native()
+    for name, value in (native_bindings() if native else bindings(context.spec)).items():
         put(torch._C, name, value)
     for entry in replacements(context):
         if entry.name not in added_later and not hasattr(entry.target, entry.name):
@@ -126,7 +154,7 @@ def install(context: SliceContext) -> Callable[[], None]:
                 f"torch {torch.__version__} has no {entry.target.__name__}.{entry.name}: renamed upstream?"
             )
         put(entry.target, entry.name, entry.value)
-    for name, cls in _rebuilt_stream_classes().items():
+    for name, cls in ({} if native else _rebuilt_stream_classes()).items():
         put(torch.cuda.streams, name, cls)
         put(torch.cuda, name, cls)
     context.on_import("torch.utils.cpp_extension", guard_cpp_extension)

@@ -47,7 +47,7 @@ def test_shape_only_draws_advance_the_state():
 def test_generators_of_their_own():
     g = torch.Generator("cuda").manual_seed(1)
     h = torch.Generator("cuda").manual_seed(1)
-    assert g.device == torch.device("cuda", 0)
+    assert g.device.type == "cuda"
     assert (
         torch.rand(3, device="cuda", generator=g).tolist()
         == torch.rand(3, device="cuda", generator=h).tolist()

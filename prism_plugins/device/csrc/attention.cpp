@@ -13,6 +13,7 @@
 
 #include "config.h"
 #include "kernels.h"
+#include "registration.h"
 
 namespace prism {
 namespace {
@@ -107,6 +108,9 @@ int64_t choose(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
 
 }  // namespace
 
-void register_attention() { at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose); }
+void register_attention() {
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose);
+  register_by_hand("aten::_fused_sdp_choice", choose);
+}
 
 }  // namespace prism

@@ -135,6 +135,11 @@ c10::Allocator* shape_only_allocator(bool pinned) {
   return pinned ? static_cast<c10::Allocator*>(locked) : pageable;
 }
 
+c10::Allocator* real_pinned_allocator() {
+  at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
+  return pinned_allocator();
+}
+
 const DispatchKeySet kShapeOnlyKeys({DispatchKey::CPU, kHostShapeOnlyKey});
 
 bool has_value_semantics(at::ScalarType t) { return at::isFloatingType(t) || at::isComplexType(t); }
@@ -161,15 +166,22 @@ bool wants_shape_only(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
 
 Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
              std::optional<c10::Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
-  if (!wants_shape_only(size, dtype, layout)) return at::native::empty_cpu(size, dtype, layout, device, pin, format);
+  if (!wants_shape_only(size, dtype, layout)) {
+    if (!pin.value_or(false)) return at::native::empty_cpu(size, dtype, layout, device, pin, format);
+    return at::detail::empty_generic(size, real_pinned_allocator(), DispatchKeySet(DispatchKey::CPU),
+                                     c10::dtype_or_default(dtype), format);
+  }
   return at::detail::empty_generic(size, shape_only_allocator(pin.value_or(false)), kShapeOnlyKeys,
                                    c10::dtype_or_default(dtype), format);
 }
 
 Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin) {
-  if (!wants_shape_only(size, dtype, layout))
-    return at::native::empty_strided_cpu(size, stride, dtype, layout, device, pin);
+  if (!wants_shape_only(size, dtype, layout)) {
+    if (!pin.value_or(false)) return at::native::empty_strided_cpu(size, stride, dtype, layout, device, pin);
+    return at::detail::empty_strided_generic(size, stride, real_pinned_allocator(), DispatchKeySet(DispatchKey::CPU),
+                                             c10::dtype_or_default(dtype));
+  }
   return at::detail::empty_strided_generic(size, stride, shape_only_allocator(pin.value_or(false)), kShapeOnlyKeys,
                                            c10::dtype_or_default(dtype));
 }
@@ -221,6 +233,13 @@ Tensor pin_memory(const Tensor& self, std::optional<c10::Device>) {
   return pinned;
 }
 
+Tensor pin_real_memory(const Tensor& self, std::optional<c10::Device>) {
+  Tensor pinned = at::detail::empty_strided_generic(self.sizes(), self.strides(), real_pinned_allocator(),
+                                                    DispatchKeySet(DispatchKey::CPU), self.scalar_type());
+  pinned.copy_(self);
+  return pinned;
+}
+
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.is_meta() || source.is_meta()) return self;
   if (self.is_cuda() || source.is_cuda()) return copy_to_or_from_device(self, source, non_blocking);
@@ -243,10 +262,6 @@ void any_op(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stac
   if (plan.only_views && plan.op.hasKernelForDispatchKey(DispatchKey::CPU)) return on(DispatchKey::CPU);
   run_op(plan, stack);
 }
-
-struct Quiet final : c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
 
 }  // namespace
 
@@ -340,10 +355,9 @@ void register_host_kernels() {
   register_by_hand("aten::copy_", copy_, kHostShapeOnlyKey);
   register_by_hand("aten::_pin_memory", pin_memory, kHostShapeOnlyKey);
   // In place of torch's own, which they call.
-  Quiet quiet;
-  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   register_by_hand("aten::empty.memory_format", empty, DispatchKey::CPU);
   register_by_hand("aten::empty_strided", empty_strided, DispatchKey::CPU);
+  register_by_hand("aten::_pin_memory", pin_real_memory, DispatchKey::CPU);
   for (DispatchKey key : {DispatchKey::CPU, kHostShapeOnlyKey}) {
     register_by_hand("aten::set_", set_nothing, key);
     register_by_hand("aten::set_.source_Storage", set_storage, key);

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "blocks.h"
 #include "fallback.h"
 #include "host_memory.h"
 #include "recorder.h"
@@ -95,7 +96,9 @@ Tensor& set_nothing(Tensor& self) {
 
 void record_stream(Tensor& self, c10::Stream stream) {
   auto* a = allocation_of(self);
-  if (a && static_cast<uint32_t>(stream.id()) != current_stream(stream.device_index())) a->other_stream = true;
+  if (!a || stream_number(stream) == current_stream(stream.device_index())) return;
+  a->other_stream = true;
+  use_block_on(a->block, stream);
 }
 
 // ---------------------------------------------------------------- copies
@@ -224,11 +227,17 @@ std::vector<std::string> planned_ops() {
     if (!has(kByHand, op)) ops.push_back(op);
   for (const char* op : kKeptWhole)
     if (!has(kCudaOps, op)) ops.push_back(op);
+  for (std::string& op : further_cuda_ops())
+    if (!has(kCudaOps, op) && !has(kByHand, op) && !has(kKeptWhole, op)) ops.push_back(std::move(op));
   return ops;
 }
 
 void register_kernels() {
+  take_over_device();
   c10::SetAllocator(c10::DeviceType::CUDA, device_allocator(), 255);
+  // Where torch has kernels of its own, each registration would warn that it replaces one.
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   auto& dispatcher = c10::Dispatcher::singleton();
   keep(dispatcher.registerFallback(DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunction<&any_op>(), "prism"));
   for (const std::string& op : planned_ops()) register_planned(op);

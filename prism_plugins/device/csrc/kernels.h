@@ -12,6 +12,10 @@ namespace prism {
 void register_kernels();
 void register_attention();
 
+// Of the mode: what comes before the kernels, and operators beyond torch's own list that have a CUDA kernel here.
+void take_over_device();
+std::vector<std::string> further_cuda_ops();
+
 // Operators that run_op stands for.
 std::vector<std::string> planned_ops();
 

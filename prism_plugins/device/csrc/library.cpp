@@ -5,9 +5,9 @@
 #include <cstring>
 
 #include "allocator.h"
+#include "blocks.h"
 #include "config.h"
 #include "fallback.h"
-#include "generator.h"
 #include "host_memory.h"
 #include "kernels.h"
 #include "record_times.h"
@@ -50,13 +50,9 @@ void prism_register() { register_kernels(); }
 
 // Devices and streams.
 int prism_get_device() { return current_device(); }
-void prism_set_device(int device) { set_current_device(device); }
 uint32_t prism_current_stream(int device) { return current_stream(device); }
 uint32_t prism_exchange_stream(int device, uint32_t stream) { return exchange_stream(device, stream); }
-uint32_t prism_stream_from_pool(int high_priority) { return stream_from_pool(high_priority != 0); }
 uint32_t prism_external_stream(uint64_t pointer) { return external_stream(pointer); }
-void prism_synchronize() { synchronize_device(); }
-void prism_hand_out_default_generator(int device) { hand_out_default_generator(device); }
 
 // Recorder.
 void prism_start() { Recorder::get().start(); }
@@ -133,12 +129,6 @@ void prism_set_category(const void* storage, int category) {
 // UntypedStorage.resize_, which CPU builds refuse for CUDA storages.
 void prism_resize_storage(void* storage, size_t nbytes) {
   resize_storage(static_cast<c10::StorageImpl*>(storage), nbytes);
-}
-// Host time between the records of two events (torch.Event.event_id), ms.
-double prism_elapsed_ms(const void* from, const void* to) {
-  return static_cast<double>(static_cast<const DeviceEvent*>(to)->time_ns -
-                             static_cast<const DeviceEvent*>(from)->time_ns) *
-         1e-6;
 }
 // Id of an event's last record: the ref of its kEventRecord.
 uint32_t prism_event_record(const void* event) { return static_cast<const DeviceEvent*>(event)->id; }

@@ -18,6 +18,10 @@ inline c10::OperatorName parse_name(const std::string& full) {
   return {full.substr(0, dot), full.substr(dot + 1)};
 }
 
+struct Quiet final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 template <class F>
 void register_by_hand(const char* full, F* kernel, c10::DispatchKey key = c10::DispatchKey::CUDA) {
   keep(c10::Dispatcher::singleton().registerImpl(parse_name(full), key,

@@ -1,3 +1,4 @@
+// The streams of each thread. CPU builds of torch only: in a CUDA build they are torch's own (native_streams.cpp).
 #include "streams.h"
 
 #include <atomic>
@@ -5,14 +6,12 @@
 #include <unordered_map>
 
 #include "config.h"
-#include "recorder.h"
 
 namespace prism {
 namespace {
 
 thread_local int t_device = 0;
 thread_local uint32_t t_streams[kMaxDevices] = {};
-std::atomic<uint32_t> next_event{1};
 
 }  // namespace
 
@@ -20,6 +19,7 @@ int current_device() { return t_device; }
 void set_current_device(int device) { t_device = device; }
 
 uint32_t current_stream(int device) { return t_streams[device]; }
+uint32_t stream_number(c10::Stream stream) { return static_cast<uint32_t>(stream.id()); }
 
 uint32_t exchange_stream(int device, uint32_t stream) {
   uint32_t old = t_streams[device];
@@ -39,33 +39,5 @@ uint32_t external_stream(uint64_t pointer) {
   std::lock_guard<std::mutex> guard(mutex);
   return ids.emplace(pointer, 2 * kStreamsPerPool + 1 + ids.size()).first->second;
 }
-
-void record_event(DeviceEvent& event, uint32_t stream) {
-  auto& r = Recorder::get();
-  event.id = next_event++;
-  event.session = r.session();
-  event.recorded = true;
-  event.time_ns = now_ns();
-  r.add(EventKind::kEventRecord, stream, event.id);
-}
-
-// An event of an earlier session has passed when the iteration begins: nothing waits for it.
-static bool pending(const DeviceEvent& event) {
-  return event.recorded && event.session == Recorder::get().session();
-}
-
-void wait_event(const DeviceEvent& event, uint32_t stream) {
-  if (pending(event)) Recorder::get().add(EventKind::kEventWait, stream, event.id);
-}
-
-void synchronize_event(const DeviceEvent& event) {
-  if (pending(event)) Recorder::get().add(EventKind::kEventSync, 0, event.id);
-}
-
-void synchronize_stream(uint32_t stream, bool synthesized) {
-  Recorder::get().add(EventKind::kStreamSync, stream, 0, 0, synthesized ? kFlagSynthesized : 0);
-}
-
-void synchronize_device() { Recorder::get().add(EventKind::kDeviceSync, 0, 0); }
 
 }  // namespace prism
