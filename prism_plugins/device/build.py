@@ -35,8 +35,9 @@ from prism_plugins.user_cache import cache_folders
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility-inlines-hidden", "-DAT_PER_OPERATOR_HEADERS")
 _TYPICAL_CPU_SECONDS = 60
-LIBRARY, RUNTIME = "libprism_cuda.so", "libprism_cudart.so"
-_RUNTIME_SONAME = "libcuda.so.1"
+LIBRARY, RUNTIME, NVML = "libprism_cuda.so", "libprism_cudart.so", "libprism_nvml.so"
+_NVML_SOURCE = SOURCES / "cudart_nvml.cpp"
+_SONAMES = {RUNTIME: "libcuda.so.1", NVML: "libnvidia-ml.so.1"}
 """Whoever looks for the driver in a slice finds the virtual runtime, and no GPU."""
 
 _HOOKS_ONLY = frozenset(
@@ -244,13 +245,13 @@ def _compile(torch: TorchBuild, path: Path) -> None:
     _say(f"compiled in {time.monotonic() - start:.0f} s: {path}")
 
 
-def link_runtime(compiler: str, work: Path, folder: Path) -> Path:
-    """Compile the virtual CUDA runtime into ``folder``, with ``work`` for scratch. It uses neither torch nor CUDA."""
+def link_runtime(compiler: str, work: Path, folder: Path) -> None:
+    """Compile the virtual CUDA runtime, and what stands for NVML beside it, into ``folder``, with ``work`` for scratch.
+    They use neither torch nor CUDA."""
     _, runtime = sources(native=True)
-    objects = [_compile_one(compiler, source, work, []) for source in runtime]
-    path = folder / RUNTIME
-    _link(compiler, work, path, [*objects, f"-Wl,-soname,{_RUNTIME_SONAME}"])
-    return path
+    for name, own in ((NVML, [_NVML_SOURCE]), (RUNTIME, [s for s in runtime if s != _NVML_SOURCE])):
+        objects = [_compile_one(compiler, source, work, []) for source in own]
+        _link(compiler, work, folder / name, [*objects, f"-Wl,-soname,{_SONAMES[name]}"])
 
 
 def _compile_one(compiler: str, source: Path, work: Path, includes: list[str]) -> str:

@@ -23,7 +23,7 @@ def needed_libraries(path: Path) -> list[str]:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _needed(data)
-            except (struct.error, IndexError, UnicodeDecodeError) as error:
+            except (struct.error, IndexError, OverflowError, UnicodeDecodeError) as error:
                 raise ValueError(f"{path} is damaged: {error}") from None
 
 
@@ -48,7 +48,9 @@ def _needed(data: mmap.mmap) -> list[str]:
     strings = next((value for tag, value in entries if tag == _STRTAB), None)
     if strings is None:
         return []
-    start = next(strings - a + begin for a, begin, length in loads if a <= strings < a + length)
+    start = next((strings - a + begin for a, begin, length in loads if a <= strings < a + length), None)
+    if start is None:
+        raise IndexError("its names are in no segment")
     names = []
     for tag, value in entries:
         if tag == _NEEDED:

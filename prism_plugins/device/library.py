@@ -6,6 +6,7 @@ Calls keep the GIL (``ctypes.PyDLL``): every function here returns in well under
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
@@ -69,25 +70,25 @@ _loaded: ctypes.PyDLL | None = None
 _native = False
 
 
-def load_library(path: Path, *, runtime: Path | None = None) -> None:
+def load_library(path: Path, *, runtime: Sequence[Path] = ()) -> None:
     """Load the compiled backend with global symbols, before ``import torch``. In a CUDA build of torch, ``runtime``
-    is the CUDA runtime that it is to find in place of the real one."""
+    are the libraries that it is to find in place of CUDA's."""
     global _loaded, _native
     try:
-        if runtime is not None:
-            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+        for part in runtime:
+            ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
         library = ctypes.PyDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise PrismError(
             f"the virtual CUDA backend {path} does not load ({error}); delete it to build it again"
         ) from None
-    functions = _FUNCTIONS | (_HOOKS_FUNCTIONS if runtime is None else _NATIVE_FUNCTIONS)
+    functions = _FUNCTIONS | (_NATIVE_FUNCTIONS if runtime else _HOOKS_FUNCTIONS)
     for name, (result, arguments) in functions.items():
         function = getattr(library, f"prism_{name}")
         function.restype = result
         function.argtypes = arguments
     _loaded = library
-    _native = runtime is not None
+    _native = bool(runtime)
 
 
 def is_native() -> bool:

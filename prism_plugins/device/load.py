@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from prism_plugins.device import library
-from prism_plugins.device.build import RUNTIME, find_torch, library_path, obstacle
+from prism_plugins.device.build import NVML, RUNTIME, find_torch, library_path, obstacle
 from prism_plugins.errors import PrismError
 from prism_plugins.program.slices import SliceSpec
 
@@ -46,7 +46,7 @@ def load_device(spec: SliceSpec) -> None:
     if trouble := obstacle(torch):
         raise PrismError(trouble)
     path = library_path(torch)
-    library.load_library(path, runtime=path.with_name(RUNTIME) if torch.native else None)
+    library.load_library(path, runtime=[path.with_name(n) for n in (RUNTIME, NVML)] if torch.native else ())
     built_for = library.call("torch_version").decode()
     if torch.version.split("+")[0].split("a")[0] != built_for:
         raise PrismError(

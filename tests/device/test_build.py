@@ -10,6 +10,7 @@ import textwrap
 import pytest
 
 from prism_plugins.device import build
+from prism_plugins.device.elf import needed_libraries
 from prism_plugins.errors import PrismError
 
 
@@ -118,8 +119,8 @@ LOAD = """
     [
         ("import torch", "torch was imported before"),
         (
-            "t = build.find_torch(); load.find_torch = lambda: build.TorchBuild(root=t.root, version='2.13.0+cu130', cuda='13.0')",
-            "is a CUDA build",
+            "load.obstacle = lambda torch: 'torch has the CUDA runtime built into it'",
+            "the CUDA runtime built into it",
         ),
         (
             "t = build.find_torch(); p = build.library_path(t); load.library_path = lambda t: p; "
@@ -148,3 +149,57 @@ def test_outside_a_slice_there_is_no_device():
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
     )
     assert "not a slice" in done.stdout
+
+
+def _fake_cuda_build(tmp_path, *needed):
+    """A torch for CUDA whose libc10_cuda.so is linked to empty libraries of these names."""
+    lib = tmp_path / "lib"
+    lib.mkdir()
+    empty = tmp_path / "empty.cpp"
+    empty.write_text("")
+    for name in needed:
+        subprocess.run(["g++", "-shared", "-o", lib / name, empty, f"-Wl,-soname,{name}"], check=True)
+    libraries = [f"-l:{name}" for name in needed]
+    command = [
+        "g++",
+        "-shared",
+        "-o",
+        lib / "libc10_cuda.so",
+        empty,
+        f"-L{lib}",
+        "-Wl,--no-as-needed",
+        *libraries,
+    ]
+    subprocess.run(command, check=True)
+    return build.TorchBuild(root=tmp_path, version="2.14.1+cu130", cuda="13.0")
+
+
+def test_a_cuda_build_on_a_shared_runtime_can_be_played(tmp_path):
+    torch = _fake_cuda_build(tmp_path, "libother.so.1", "libcudart.so.13")
+    assert needed_libraries(tmp_path / "lib/libc10_cuda.so")[:2] == ["libother.so.1", "libcudart.so.13"]
+    assert build.obstacle(torch) is None
+    assert "native" in torch.mode
+
+
+def test_a_cuda_build_with_the_runtime_inside_says_so_in_one_line(tmp_path):
+    trouble = build.obstacle(_fake_cuda_build(tmp_path, "libother.so.1"))
+    assert "has the CUDA runtime built into it" in trouble
+    assert "\n" not in trouble
+
+
+@pytest.mark.parametrize("content", [b"", b"no library" * 100, b"\x7fELF\x02\x01" + b"\xff" * 200])
+def test_a_library_that_is_none_is_told(tmp_path, content):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libc10_cuda.so").write_bytes(content)
+    trouble = build.obstacle(build.TorchBuild(root=tmp_path, version="2.14.1", cuda="13.0"))
+    assert "cannot be read" in trouble
+
+
+def test_each_mode_has_its_sources():
+    hooks, no_runtime = build.sources(native=False)
+    native, runtime = build.sources(native=True)
+    names = {path.name for path in (*hooks, *native, *runtime)}
+    assert names == {path.name for path in build.SOURCES.glob("*.cpp")}
+    assert no_runtime == []
+    assert {"guard.cpp", "blocks.cpp"} <= {path.name for path in hooks} - {path.name for path in native}
+    assert {"native_blocks.cpp"} <= {path.name for path in native} - {path.name for path in hooks}

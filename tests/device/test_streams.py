@@ -46,9 +46,7 @@ def test_identity_and_priority():
     external = torch.cuda.ExternalStream(0x7F001234)
     assert external == torch.cuda.ExternalStream(0x7F001234)
     assert external != one
-    assert {number(torch.cuda.Stream()) for _ in range(64)} <= set(
-        range(1, 33)
-    )  # a pool of 32, as in torch
+    assert {number(torch.cuda.Stream()) for _ in range(64)} <= set(range(1, 33))  # a pool of 32, as in torch
 
 
 def test_kernels_land_on_the_current_stream():

@@ -8,15 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.e2e.megatron_jobs import run_slice
 
 pytestmark = pytest.mark.skipif(
-    torch.version.cuda is not None
-    or shutil.which("g++") is None
-    or importlib.util.find_spec("deepspeed") is None,
-    reason="needs DeepSpeed and the virtual device: a CPU build of torch and a compiler",
+    shutil.which("g++") is None or importlib.util.find_spec("deepspeed") is None,
+    reason="needs DeepSpeed and the virtual device, which needs a compiler",
 )
 
 

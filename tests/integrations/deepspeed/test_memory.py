@@ -9,16 +9,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from prism_plugins.program.model import EventKind, Program, category_of_flag
 from tests.e2e.megatron_jobs import run_slice
 
 pytestmark = pytest.mark.skipif(
-    torch.version.cuda is not None
-    or shutil.which("g++") is None
-    or importlib.util.find_spec("deepspeed") is None,
-    reason="needs DeepSpeed and the virtual device: a CPU build of torch and a compiler",
+    shutil.which("g++") is None or importlib.util.find_spec("deepspeed") is None,
+    reason="needs DeepSpeed and the virtual device, which needs a compiler",
 )
 
 SCRIPT = Path(__file__).parents[2] / "e2e" / "deepspeed_scripts" / "train.py"
