@@ -7,11 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
 from prism_plugins.emit.console import make_console, print_summary
 from prism_plugins.emit.job_view import JobView
 from prism_plugins.emit.kineto import write_kineto
+from prism_plugins.emit.perfetto import MAX_CELLS, write_perfetto
 from prism_plugins.emit.predicted_log import log_text, write_predicted_log
 from prism_plugins.emit.prediction_json import write_prediction
 from prism_plugins.emit.ranks import format_ranks
@@ -21,6 +23,9 @@ from prism_plugins.streams import losing_output
 
 MAX_TRACE_ROWS = 1_000_000
 """Program rows traced by default, over all classes: about 10 s. ``prism trace`` writes any other rank."""
+MAX_PERFETTO_ROWS = 3_000_000
+"""Rows that are looked at for the default trace.pftrace, a few seconds; larger jobs get one by ``prism trace``."""
+MAX_PERFETTO_BYTES = 32 << 20
 
 
 def emit_all(
@@ -43,6 +48,7 @@ def emit_all(
     ranks, left_out = view.ranks_to_trace(max_events=MAX_TRACE_ROWS)
     if ranks:
         write_traces(rundir, view, ranks)
+        _write_perfetto(rundir, view)
     files = written_files(rundir)
     if left_out:
         files.append(
@@ -57,6 +63,13 @@ def emit_all(
         print_summary(prediction, files=files, console=console)
 
 
+def _write_perfetto(rundir: RunDir, view: JobView) -> None:
+    kinds = min(len(np.unique(view.cell_of_rank())), MAX_CELLS)
+    rows = sum(len(c.exemplar.events) for c in view.job.classes) / len(view.job.classes)
+    if kinds * rows <= MAX_PERFETTO_ROWS:
+        write_perfetto(rundir.trace, view, max_bytes=MAX_PERFETTO_BYTES)
+
+
 def written_files(rundir: RunDir) -> list[tuple[str, str]]:
     """(what, where) of the outputs that exist, and the commands that make more."""
     files = [("prediction", _shown(rundir.prediction))]
@@ -69,6 +82,8 @@ def written_files(rundir: RunDir) -> list[tuple[str, str]]:
     ]
     if traced:
         files.append(("traces", f"{_shown(rundir.kineto)} (ranks {format_ranks(traced, max_runs=8)})"))
+    if rundir.trace.exists():
+        files.append(("", f"{_shown(rundir.trace)} (all ranks, for https://ui.perfetto.dev)"))
     run = shlex.quote(_shown(rundir.path))
     files.append(("any rank", f"prism ops {run} --rank R"))
     files.append(("", f"prism trace {run} --ranks R,…"))

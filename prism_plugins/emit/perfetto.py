@@ -26,7 +26,6 @@ from prism_plugins.emit.spans import DeviceSpans, SpanKind, communicator_of_lane
 from prism_plugins.emit.trace_layout import disjoint
 from prism_plugins.emit.trace_names import kernel_name, nccl_kernel_name
 from prism_plugins.emit.wire import block, fixed64, number, varint
-from prism_plugins.program.infer import program_of
 from prism_plugins.program.model import Program
 from prism_plugins.simulate.prices import comm_ranks
 from prism_plugins.simulate.timeline import OpTimes
@@ -75,6 +74,8 @@ def write_perfetto(
         detailed: Ranks drawn op by op.
         max_bytes: Stop adding ranks at block level when this much is written.
     """
+    from prism_plugins.program.infer import program_of
+
     cells = view.cell_of_rank()
     by_class = len(np.unique(cells)) > MAX_CELLS
     if by_class:

@@ -136,7 +136,8 @@ def break_down(leaf: Unit, machine: Machine, total_ns: float) -> Breakdown:
 
     A moment belongs to compute or optimizer if any stream runs a kernel; otherwise to exposed communication if a stream
     waits for a collective of its stage, or one of several stages transfers; otherwise to the bubble if a stream waits
-    for p2p with another stage, for another stage to come to a collective, or has finished; otherwise to the host.
+    for p2p with another stage, for another stage to come to a collective, or has finished; otherwise to the host. A
+    host that waits for the device (a synchronisation) waits for what the device's communicators do meanwhile.
     """
     busy, optimizer, waits, bubbles = [], [], [], []
     for unit in leaf.chain():
@@ -154,6 +155,9 @@ def break_down(leaf: Unit, machine: Machine, total_ns: float) -> Breakdown:
             met = np.clip(met, since[where], times.after_item[where])
             bubbles.append((since[where], met))
             waits.append((met, times.after_item[where]))
+        own, other = _blocked_host(unit, machine)
+        waits.append(own)
+        bubbles.append(other)
     compute = union(busy)
     communication, bubble = union(waits), union([*waits, *bubbles])
     finish = machine.finish_ns(leaf)
@@ -169,6 +173,37 @@ def break_down(leaf: Unit, machine: Machine, total_ns: float) -> Breakdown:
         host=host_ns * ms,
         optimizer=optimizer_ns * ms,
     )
+
+
+def _blocked_host(
+    unit: Unit, machine: Machine
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """(start, end) of communication while the host waits for the device: of the own stage, and for other stages."""
+    stretch, ops = unit.stretch, unit.stretch.ops
+    syncs = _sync_events(unit)
+    nothing = np.empty(0), np.empty(0)
+    if not len(syncs) or not len(ops):
+        return nothing, nothing
+    bases = np.array(machine.bases(unit))
+    offset = stretch.host_end_ns[syncs - stretch.lo]
+    blocked = union([(bases[: len(syncs)] + offset, bases[1 : len(syncs) + 1] + offset)])
+    end = machine.values(unit.op_slot)
+    first = unit.linked.first_slot
+    moving = np.minimum(machine.values(first) - machine.durations(first), end)
+    met = np.clip(_other_stage_until(unit, machine), moving, end)
+    own, other = (intersection(blocked, union([part])) for part in ((met, end), (moving, met)))
+    return (own.start, own.end), (other.start, other.end)
+
+
+def intersection(a: Interval, b: Interval) -> Interval:
+    """Times in both."""
+    starts: list[np.ndarray] = []
+    ends: list[np.ndarray] = []
+    for start, end in zip(a.start.tolist(), a.end.tolist(), strict=True):
+        low, high = np.searchsorted(b.end, start, side="right"), np.searchsorted(b.start, end, side="left")
+        starts.append(np.maximum(b.start[low:high], start))
+        ends.append(np.minimum(b.end[low:high], end))
+    return union(list(zip(starts, ends, strict=True)))
 
 
 def union(parts: list[tuple[np.ndarray, np.ndarray]]) -> Interval:

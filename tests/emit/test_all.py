@@ -48,7 +48,12 @@ def test_everything_is_written(emitted, prediction):
     job = emitted.view.job
     assert {job.class_of(rank) for rank in ranks} == set(range(len(job.classes))), "one rank of every class"
     assert str(rundir.prediction.name) in text
-    assert sorted(p.name for p in rundir.path.iterdir()) == ["kineto", "predicted.log", "prediction.json"]
+    assert sorted(p.name for p in rundir.path.iterdir()) == [
+        "kineto",
+        "predicted.log",
+        "prediction.json",
+        "trace.pftrace",
+    ]
 
 
 def test_a_cap_on_traces_is_said(emitted, monkeypatch):

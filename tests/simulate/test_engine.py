@@ -110,6 +110,20 @@ def test_an_asynchronous_collective_overlaps_until_it_is_waited_for() -> None:
     assert times.start_ns[3] == times.end_ns[0] == 41_200
 
 
+def test_a_host_that_waits_for_the_device_waits_for_its_collectives() -> None:
+    def program(b, g):
+        b.comm(collective(g, 10_000), is_async=True)  # 700 + 200 + 40000 ns
+        b.kernel(5000, host=100)
+        b.device_sync()
+        b.kernel(10, host=100)
+
+    parts = two_ranks(program, program).timeline.breakdown[0]
+    assert parts.compute * 1e6 == pytest.approx(5010)
+    assert parts.exposed_communication * 1e6 == pytest.approx(40_900 - 5000 - 100, abs=200)
+    assert parts.bubble == 0
+    assert parts.host * 1e6 < 2500  # until the first launch, and from the wait to the last one
+
+
 def test_a_batch_ends_with_its_last_part_and_does_not_deadlock_in_a_ring() -> None:
     builders = [Builder(r) for r in range(3)]
     for r, b in enumerate(builders):
