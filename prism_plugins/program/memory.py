@@ -267,10 +267,26 @@ def memory_findings(classes: Iterable[ClassMemory]) -> list[Finding]:
             text = f"{memory.name} hardly fits: {memory.device_used_bytes / GIB:.1f} GiB {room}{where}"
         else:
             continue
+        text += _knob(memory)
         findings.append(
             Finding(kind="oom", severity=severity, ranks=memory.ranks, phase=memory.peak_phase, message=text)
         )
     return findings
+
+
+_KNOBS = {
+    MemoryCategory.ACTIVATIONS: "recompute activations, use a smaller micro-batch, or more tensor or pipeline parallelism",
+    MemoryCategory.OPTIMIZER_STATE: "shard the optimizer over data-parallel ranks (distributed optimizer, ZeRO-1), or offload it",
+    MemoryCategory.GRADIENTS: "shard gradients (ZeRO-2), or use more tensor or pipeline parallelism",
+    MemoryCategory.PARAMETERS: "use more tensor or pipeline parallelism, or shard parameters (ZeRO-3)",
+}
+
+
+def _knob(memory: ClassMemory) -> str:
+    """What lowers the largest part, where that is known."""
+    largest = max(memory.by_category, key=lambda name: memory.by_category[name], default="")
+    knob = _KNOBS.get(largest)
+    return f"; most of it are {largest.replace('_', ' ')}: {knob}" if knob else ""
 
 
 def _emulate(program: Program, *, passes: int) -> tuple[np.ndarray, AllocatorUse]:
