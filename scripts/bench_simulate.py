@@ -109,7 +109,7 @@ def stage_program(layout: Layout, rank: int, *, shard: int) -> Program:
         for axis in ("tp", "pp", "dp")
     }
     groups = [GroupInfo(ranks=members[axis], name=axis, desc=axis.upper()) for axis in ("tp", "pp", "dp")]
-    signatures, comms = _tables(stage)
+    signatures, comms = _tables(layout, stage)
     forward, backward = _body(4, signature0=0), _body(6, signature0=KERNELS_BETWEEN_COMMS)
     rows: list[np.ndarray] = []
     work = 1
@@ -176,30 +176,34 @@ def stage_program(layout: Layout, rank: int, *, shard: int) -> Program:
     )
 
 
-def _tables(stage: int) -> tuple[list[OpSignature], list[CommSignature]]:
+def _tables(layout: Layout, stage: int) -> tuple[list[OpSignature], list[CommSignature]]:
     def mm(m: int, k: int, n: int) -> OpSignature:
         a, b, c = (TensorSpec("bfloat16", shape) for shape in ((m, k), (k, n), (m, n)))
         return OpSignature(op="aten::mm", inputs=(a, b), outputs=(c,))
 
-    x = TensorSpec("bfloat16", (SEQUENCE // TP, 1, HIDDEN))
+    x = TensorSpec("bfloat16", (SEQUENCE // layout.tp, 1, HIDDEN))
     light = [
         OpSignature(op=f"aten::{op}", inputs=(x, x), outputs=(x,))
         for op in ("add.Tensor", "mul.Tensor", "_fused_rms_norm", "copy_")
     ]
     view = OpSignature(op="aten::view", inputs=(x,), outputs=(x,))
-    forward = [mm(SEQUENCE, HIDDEN, 4 * HIDDEN // TP), view, view, *light, view, view]
-    backward = [mm(SEQUENCE, 4 * HIDDEN // TP, HIDDEN), view, view, *light, view, view]
+    forward = [mm(SEQUENCE, HIDDEN, 4 * HIDDEN // layout.tp), view, view, *light, view, view]
+    backward = [mm(SEQUENCE, 4 * HIDDEN // layout.tp, HIDDEN), view, view, *light, view, view]
     shards = [
         OpSignature(op="aten::_foreach_mul_.Scalar", inputs=(TensorSpec("float32", (n,)),))
         for n in (1 << 20, 1 << 21, 1 << 22)
     ]
-    part, full = SEQUENCE // TP * HIDDEN, SEQUENCE * HIDDEN
+    part, full = SEQUENCE // layout.tp * HIDDEN, SEQUENCE * HIDDEN
     comms = [
         CommSignature(kind="all_gather", group=0, dtype="bfloat16", in_numel=part, out_numel=full),
         CommSignature(kind="reduce_scatter", group=0, dtype="bfloat16", in_numel=full, out_numel=part),
         CommSignature(kind="recv", group=1, dtype="bfloat16", out_numel=part, peer=max(stage - 1, 0)),
-        CommSignature(kind="send", group=1, dtype="bfloat16", in_numel=part, peer=min(stage + 1, PP - 1)),
-        CommSignature(kind="recv", group=1, dtype="bfloat16", out_numel=part, peer=min(stage + 1, PP - 1)),
+        CommSignature(
+            kind="send", group=1, dtype="bfloat16", in_numel=part, peer=min(stage + 1, layout.pp - 1)
+        ),
+        CommSignature(
+            kind="recv", group=1, dtype="bfloat16", out_numel=part, peer=min(stage + 1, layout.pp - 1)
+        ),
         CommSignature(kind="send", group=1, dtype="bfloat16", in_numel=part, peer=max(stage - 1, 0)),
         CommSignature(kind="reduce_scatter", group=2, dtype="float32", in_numel=1 << 30, out_numel=1 << 27),
         CommSignature(kind="all_gather", group=2, dtype="bfloat16", in_numel=1 << 27, out_numel=1 << 30),
