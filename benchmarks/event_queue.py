@@ -90,7 +90,8 @@ class _Rank:
             elif kind == EventKind.COMM:
                 batch[value].append(ref)
                 if last[value] == i:
-                    self._put(stream, ("comm", tuple(batch[value]), value, bool(flags & EventFlag.ASYNC)))
+                    running = self._communicate(tuple(batch[value]), self.works[value])
+                    self._put(stream, ("comm", running, bool(flags & EventFlag.ASYNC)))
             elif kind == EventKind.WORK_WAIT:
                 if ref in last:
                     self._put(stream, ("wait", self.works[ref]))
@@ -135,16 +136,14 @@ class _Rank:
             elif what == "record":
                 command[1].succeed()
             else:
-                done = self.works[command[2]]
-                running = self._communicate(command[1], done)
-                if command[3]:
-                    env.process(running)
+                if command[2]:
+                    env.process(command[1])
                 else:
-                    yield from running
+                    yield from command[1]
             self.last = max(self.last, env.now)
 
     def _communicate(self, refs: tuple[int, ...], done: simpy.Event) -> Iterator:
-        """Occupies its communicator from its turn on; the order of turns is the order of these calls."""
+        """The call as a process that occupies its communicator from its turn on; turns are in the order of issue."""
         program = self.program
         comms = [program.comms[r] for r in refs]
         single = len(comms) == 1 and comms[0].kind in ("send", "recv")
