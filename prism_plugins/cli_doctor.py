@@ -222,8 +222,20 @@ def _gpu() -> Iterator[Check]:
         pynvml.nvmlShutdown()
 
 
+def _outputs() -> Iterator[Check]:
+    """What can be written everywhere, and what needs a package here."""
+    yield Check("outputs", "ok", "report.html, trace.pftrace, Kineto and Chakra traces need nothing more")
+    for package, what in (
+        ("tensorboard", "prism trace --format tensorboard"),
+        ("HolisticTraceAnalysis", "analyses of Kineto traces"),
+    ):
+        found = _version(package)
+        yield Check(package, "ok" if found else "note", found or f"not installed; {what} needs it")
+
+
 _EXAMINERS: tuple[Callable[[], Iterator[Check]], ...] = (
     _python, _torch, _autoload, _compiler, _virtual_gpu, _slice_cache, _frameworks, _machine, _gpu,
+    _outputs,
 )  # fmt: skip
 
 

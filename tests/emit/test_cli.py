@@ -51,6 +51,15 @@ class TestShow:
         assert cli.main(["show", str(run.path), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["iteration_time_ms"] == 1234.5
 
+    def test_communication(self, run, capsys):
+        assert cli.main(["show", "latest", "--communication", "--rank", "4"]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith("rank 4, one iteration")
+        for group in ("tp 4-5", "dp 4,6", "pp 0,4"):
+            assert group in text
+        assert "outside the world" in refused(capsys, "show", "latest", "--communication", "--rank", "8")
+        assert "--communication" in refused(capsys, "show", "latest", "--rank", "0")
+
 
 class TestOps:
     def test_text(self, run, capsys):
@@ -133,7 +142,18 @@ class TestTrace:
 class TestRunDirectories:
     """Every command meets them through the same door."""
 
-    @pytest.mark.parametrize("command", [("show",), ("ops", "--rank", "0"), ("trace", "--ranks", "0")])
+    @pytest.mark.parametrize(
+        "command",
+        [
+            ("show",),
+            ("show", "--communication"),
+            ("report",),
+            ("ops", "--rank", "0"),
+            ("trace", "--ranks", "0"),
+            ("trace", "--format", "perfetto"),
+            ("what-if", "--cluster", "dgx-b200"),
+        ],
+    )
     def test_unusable(self, run, capsys, tmp_path, command):
         name, *rest = command
         words = lambda path: (name, str(path), *rest)  # noqa: E731
