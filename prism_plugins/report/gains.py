@@ -56,7 +56,7 @@ class Altered:
         comm: Callable[[tuple[int, ...], Price], Price] = lambda _, price: price,
     ) -> None:
         self.name = costs.name
-        self.interference: Interference | None = costs.interference
+        self.interference: Interference | None = getattr(costs, "interference", None)
         self._costs = costs
         self._op, self._comm = op, comm
 

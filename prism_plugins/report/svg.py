@@ -41,7 +41,9 @@ def pipeline_svg(stages: Sequence[StageSchedule], total_ns: float) -> Markup:
             title = f"{bar.name}, stage {stage.stage}: {bar.start_ns / 1e6:.2f} to {bar.end_ns / 1e6:.2f} ms"
             parts.append(_rect(x, y + 1, w, row - 2, f"bar {kind}", title))
             if bar.microbatch >= 0 and w > 15 and row > 12:
-                parts.append(_text(x + w / 2, y + row / 2 + 4, str(bar.microbatch), "number middle"))
+                parts.append(
+                    _text(x + w / 2, y + row / 2 + 4, str(bar.microbatch), f"number middle on-{kind}")
+                )
     for kind, data in paths.items():
         parts.append(Markup('<path class="bar {}" d="{}"/>').format(kind, "".join(data)))
     parts.append(_time_axis(height - _AXIS, total_ns, scale))
