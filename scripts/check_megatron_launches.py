@@ -20,19 +20,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COMMON = (
-    "--use-mcore-models --transformer-impl local --mock-data --tokenizer-type NullTokenizer --vocab-size 50303"
+    "--use-mcore-models --mock-data --tokenizer-type NullTokenizer --vocab-size 50303"
     " --make-vocab-size-divisible-by 128 --bf16 --train-iters 50 --log-interval 1 --eval-iters 1"
     " --eval-interval 1000 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 2"
-    " --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion"
-    " --attention-backend unfused --disable-bias-linear --attention-dropout 0 --hidden-dropout 0"
+    " --disable-bias-linear --attention-dropout 0 --hidden-dropout 0"
     " --untie-embeddings-and-output-weights --position-embedding-type rope --distributed-backend nccl"
     " --log-throughput --num-workers 2 --split 99,1,0 --micro-batch-size 1"
 )
+LOCAL = (
+    "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion"
+    " --no-rope-fusion --attention-backend unfused"
+)
+"""What Megatron's own layers need; without it Transformer Engine is used (`prism setup-te`)."""
 SIZE_7B = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --swiglu"
     " --seq-length 4096 --max-position-embeddings 4096"
 )
 SIZE_175B = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048"
+SIZE_LLAMA3_8B = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --swiglu"
+    " --group-query-attention --num-query-groups 8 --normalization RMSNorm --seq-length 8192 --max-position-embeddings 8192"
+)
 SIZE_8X7B = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --swiglu"
     " --group-query-attention --num-query-groups 8 --seq-length 4096 --max-position-embeddings 4096"
@@ -50,6 +58,7 @@ class Case:
 
     world_size: int
     args: str
+    impl: str = LOCAL
     launcher: str = "torchrun --nproc-per-node 1"
 
 
@@ -63,6 +72,18 @@ CASES = {
         world_size=1024,
         args=f"{SIZE_175B} --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 16"
         f" --global-batch-size 1536 {OVERLAP}",
+    ),
+    "175b-te": Case(
+        world_size=1024,
+        impl="",
+        args=f"{SIZE_175B} --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 16"
+        f" --global-batch-size 1536 {OVERLAP}",
+    ),
+    "llama3-8b-te": Case(
+        world_size=1024,
+        impl="",
+        args=f"{SIZE_LLAMA3_8B} --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2"
+        f" --global-batch-size 512 {OVERLAP}",
     ),
     "8x7b": Case(
         world_size=256,
@@ -113,7 +134,7 @@ def run_case(name: str, *, args: argparse.Namespace, out_dir: Path) -> bool:
     bin_dir = Path(sys.executable).parent
     launcher = case.launcher.split()
     command = [
-        str(bin_dir / launcher[0]), *launcher[1:], str(args.megatron / "pretrain_gpt.py"), *COMMON.split(),
+        str(bin_dir / launcher[0]), *launcher[1:], str(args.megatron / "pretrain_gpt.py"), *COMMON.split(), *case.impl.split(),
         *case.args.split(), "--prism-emulate", f"--prism-world-size={case.world_size}",
         f"--prism-audit={args.audit}", f"--prism-out={out_dir}", *args.prism_args.split(),
     ]  # fmt: skip

@@ -36,12 +36,18 @@ ADVICE = (
     ("gradient_accumulation_fusion", "install Apex, or add --no-gradient-accumulation-fusion"),
     ("persist_layer_norm", "install Apex, or add --no-persist-layer-norm"),
     ("scaled_masked_softmax", "add --no-masked-softmax-fusion"),
-    ("rope_fusion", "install Transformer Engine, or add --no-rope-fusion"),
+    ("rope_fusion", "run `prism setup-te` (Transformer Engine's Python layer), or add --no-rope-fusion"),
     ("mambassm", "which cannot be emulated yet: mamba-ssm launches CUDA kernels"),
-    ("context parallelism is only supported", "install Transformer Engine as on the cluster"),
+    ("context parallelism is only supported", "run `prism setup-te` (Transformer Engine's Python layer)"),
     ("apex", "install Apex (or Transformer Engine) as on the cluster, or switch the feature off"),
-    ("transformer_engine", "install Transformer Engine as on the cluster, or use --transformer-impl local"),
-    ("transformer engine", "install Transformer Engine as on the cluster, or use --transformer-impl local"),
+    (
+        "transformer_engine",
+        "run `prism setup-te` (Transformer Engine's Python layer), or use --transformer-impl local",
+    ),
+    (
+        "transformer engine",
+        "run `prism setup-te` (Transformer Engine's Python layer), or use --transformer-impl local",
+    ),
 )
 """(what the message mentions, what to do), first match counts."""
 

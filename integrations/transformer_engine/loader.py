@@ -6,13 +6,14 @@ the user's cache (:mod:`.obtain`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
 from prism_plugins.integration import SliceContext
@@ -27,13 +28,20 @@ _TRITON_USERS = (
     "transformer_engine.pytorch.permutation",
     "transformer_engine.pytorch.cross_entropy",
 )
+_FLASH_USERS = (
+    "transformer_engine.pytorch.attention.dot_product_attention.backends",
+    "transformer_engine.pytorch.attention.dot_product_attention.context_parallel",
+)
 _ONNX_USER = "transformer_engine.pytorch.onnx_extensions"
 VERSION_VARIABLE = "PRISM_TE"
 """Which version that was set up to use, instead of the last one; ``none``: none."""
 
 
 def install(context: SliceContext) -> None:
-    """Make ``import transformer_engine`` work in this process. Does nothing where there is no Python layer."""
+    """Make ``import transformer_engine`` work in this process. Does nothing where there is no Python layer, and on
+    devices that really compute."""
+    if context.spec.device != "virtual":
+        return
     version = _installed_version()
     wanted = os.environ.get(VERSION_VARIABLE, "")
     if wanted == "none":
@@ -92,8 +100,15 @@ class _Finder(importlib.abc.MetaPathFinder):
             return importlib.machinery.ModuleSpec(fullname, _VirtualLoader(self._fill), origin="prism")
         if fullname == APEX_GEMM:
             return importlib.machinery.ModuleSpec(fullname, _VirtualLoader(self._fill_apex), origin="prism")
-        onnx = fullname == _ONNX_USER
-        if self._busy or not (onnx or fullname.startswith(_TRITON_USERS)):
+        if self._busy:
+            return None
+        if fullname == _ONNX_USER:
+            around = _without_onnx
+        elif fullname in _FLASH_USERS:
+            around = self._with_flash
+        elif fullname.startswith(_TRITON_USERS):
+            around = _with_triton
+        else:
             return None
         self._busy = True
         try:
@@ -101,7 +116,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         finally:
             self._busy = False
         if spec is not None and spec.loader is not None:
-            _with_stand_in(spec.loader, onnx=onnx)
+            _execute_inside(spec.loader, around)
         return spec
 
     def _fill(self, module: ModuleType) -> None:
@@ -118,6 +133,27 @@ class _Finder(importlib.abc.MetaPathFinder):
             assume(
                 f"Transformer Engine {self._version} is not in prism's table: its compiled module is taken to be that of {known}"
             )
+
+    @contextlib.contextmanager
+    def _with_flash(self) -> Iterator[None]:
+        """flash-attn, as the environment has it or as it is taken to be, of which only the kernels are virtual."""
+        from prism_plugins.integrations.transformer_engine import flash_attention
+        from prism_plugins.integrations.transformer_engine.stand_ins import stand_in
+
+        installed = flash_attention.installed_version()
+        version = installed or flash_attention.VERSION
+        used = "is installed" if installed else "is taken as installed on the cluster"
+
+        def on_use() -> None:
+            self._context.assume(f"flash-attn {version} {used}: attention runs its kernels")
+
+        real = importlib.metadata.version
+        importlib.metadata.version = lambda name: version if name == "flash-attn" else real(name)
+        try:
+            with stand_in(flash_attention.modules(on_use)):
+                yield
+        finally:
+            importlib.metadata.version = real
 
     def _fill_apex(self, module: ModuleType) -> None:
         from prism_plugins.integrations.transformer_engine.apex import fill_module
@@ -140,14 +176,25 @@ class _VirtualLoader(importlib.abc.Loader):
         self._fill(module)
 
 
-def _with_stand_in(loader: importlib.abc.Loader, *, onnx: bool) -> None:
+def _execute_inside(
+    loader: importlib.abc.Loader, around: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
-        from prism_plugins.integrations.transformer_engine.stand_ins import onnx_stand_in
-        from prism_plugins.integrations.transformer_engine.triton_kernels import triton_stand_in
-
-        with onnx_stand_in() if onnx else triton_stand_in():
+        with around():
             execute(module)
 
     loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+def _without_onnx() -> contextlib.AbstractContextManager[None]:
+    from prism_plugins.integrations.transformer_engine.stand_ins import onnx_stand_in
+
+    return onnx_stand_in()
+
+
+def _with_triton() -> contextlib.AbstractContextManager[None]:
+    from prism_plugins.integrations.transformer_engine.triton_kernels import triton_stand_in
+
+    return triton_stand_in()

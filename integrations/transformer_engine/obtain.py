@@ -58,8 +58,9 @@ def set_up_folder(version: str) -> Path:
     return versions[matching[-1]]
 
 
-def set_up(version: str | None) -> tuple[str, Path, bool]:
+def set_up(version: str | None, *, select: bool = True) -> tuple[str, Path, bool]:
     """Obtain a version with pip (None: the default one). Returns version, folder and whether it was there before.
+    ``select``: slices use it from now on.
 
     Raises PrismError when pip fails (it says why) or the cache cannot be written.
     """
@@ -69,7 +70,8 @@ def set_up(version: str | None) -> tuple[str, Path, bool]:
     base = _writable_base()
     known = set_up_versions().get(version)
     if known is not None:
-        _select(base, version)
+        if select:
+            _select(base, version)
         return version, known, True
     with tempfile.TemporaryDirectory(dir=base, prefix=".new-") as scratch:
         target = Path(scratch) / "te"
@@ -84,7 +86,8 @@ def set_up(version: str | None) -> tuple[str, Path, bool]:
         if folder.exists():
             shutil.rmtree(folder)
         target.rename(folder)
-    _select(base, real)
+    if select:
+        _select(base, real)
     return real, folder, False
 
 

@@ -245,6 +245,8 @@ SAME_KERNEL = {
     "te::rmsnorm_bwd_add": "_fused_rms_norm_backward",
     "te::fused_attn_fwd": "_scaled_dot_product_cudnn_attention",
     "te::fused_attn_bwd": "_scaled_dot_product_cudnn_attention_backward",
+    "flash_attn::fwd": "_scaled_dot_product_flash_attention",
+    "flash_attn::bwd": "_scaled_dot_product_flash_attention_backward",
     "te::swiglu": "te_swiglu",
     "te::glu": "te_glu",
 }

@@ -1,10 +1,14 @@
 """What the tests of real launches share."""
 
+import os
 import shutil
 
 import pytest
 
 from tests.e2e.launches import FILES, Place
+
+# Whether this user ran `prism setup-te` must not matter here; tests/transformer_engine chooses for itself.
+os.environ.setdefault("PRISM_TE", "none")
 
 
 @pytest.fixture

@@ -1,0 +1,271 @@
+#!/usr/bin/env python3
+"""Compare predicted memory with Megatron-LM's own recordings on H100s, case by case, on a machine without a GPU.
+
+    prism setup-te
+    python scripts/bench_memory.py --megatron PATH/Megatron-LM [--only WORD,…] [--launch] [--out DIR] [--list]
+
+tests/data/megatron_golden_h100.json holds functional tests of NVIDIA/Megatron-LM: their arguments and the bytes that their
+last rank logged (`mem_allocated_bytes` after an iteration, `mem_max_allocated_bytes` since the start). Each case runs with its
+own arguments and environment on mock data, as the last rank of its job; `--launch` emulates the whole job instead, as a
+user would. Arguments that only name files, checkpoints or logs are left out; a case with an argument that this Megatron-LM
+or prism does not have is reported and not counted. Recordings were made with Megatron-LM's main branch and releases; another
+checkout may allocate otherwise.
+
+One line per case: predicted and recorded bytes, and their relative difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prism_plugins.costs.cluster import load_cluster
+from prism_plugins.errors import PrismError, SliceFailed
+from prism_plugins.options import Job, Options
+from prism_plugins.program.slices import JobFacts
+from prism_plugins.progress import Progress
+from prism_plugins.rundir import RunDir
+from prism_plugins.slice_plan import dependencies
+from prism_plugins.slice_pool import SlicePool
+from prism_plugins.slice_runner import SliceRunner
+
+DATA = Path(__file__).parent.parent / "tests" / "data" / "megatron_golden_h100.json"
+SCRIPTS = {
+    "gpt": "pretrain_gpt.py",
+    "mixtral": "pretrain_gpt.py",
+    "moe": "pretrain_gpt.py",
+    "bert": "pretrain_bert.py",
+    "t5": "pretrain_t5.py",
+}
+NOT_OF_THE_MODEL = (
+    "--use-checkpoint", "--timing-log", "--distributed-timeout", "--no-mmap-bin-files", "--num-workers", "--use-persistent-ckpt",
+    "--train-samples", "--train-iters", "--tokenizer", "--logging-level", "--check-weight-hash", "--manual-gc", "--enable-experimental",
+)  # fmt: skip
+ADDED = (
+    "--train-iters",
+    "20",
+    "--lr",
+    "1e-4",
+    "--mock-data",
+    "--eval-interval",
+    "1000",
+    "--eval-iters",
+    "1",
+    "--split",
+    "99,1,0",
+)
+DENSE_WORST, DENSE_MEAN, MOE_WORST = 0.005, 0.001, 0.03
+
+
+class Case(NamedTuple):
+    """A recorded job."""
+
+    name: str
+    script: str
+    num_gpus: int
+    args: tuple[str, ...]
+    env: dict[str, str]
+    allocated: int
+    peak: int
+    kind: str
+    """``dense`` or ``moe``."""
+    left_out: str
+    """Why it cannot be run; empty: it can."""
+
+
+class Result(NamedTuple):
+    """Predicted bytes of the last rank."""
+
+    allocated: int
+    peak: int
+
+
+def load_cases() -> list[Case]:
+    """All recordings."""
+    return [
+        _case(entry) for entry in json.loads(DATA.read_text()) if "mem_allocated_bytes" in entry["measured"]
+    ]
+
+
+def _case(entry: dict[str, Any]) -> Case:
+    model, flags, measured = entry["model"], entry["flags"], entry["measured"]
+    name = entry["id"].removeprefix("mcore-golden/")
+    given: dict[str, Any] = flags.get("all_args") or {}
+    arch = model.get("arch", "")
+    left_out = ""
+    if arch not in SCRIPTS:
+        left_out = f"a {arch or 'unknown'} model"
+    elif not given:
+        left_out = "its arguments were not recorded"
+    elif not entry.get("num_gpus"):
+        left_out = "its number of GPUs was not recorded"
+    elif flags.get("fsdp") or "--use-megatron-fsdp" in given:
+        left_out = "Megatron-FSDP, which prism does not emulate"
+    elif flags.get("cuda_graph") or any("cuda-graph" in a for a in given):
+        left_out = "CUDA graphs, which prism does not emulate"
+    elif "--fine-grained-activation-offloading" in given:
+        left_out = "activation offloading"
+    elif flags.get("optimizer") == "muon":
+        left_out = "Muon"
+    args: list[str] = []
+    for key, value in given.items():
+        if key.startswith(NOT_OF_THE_MODEL):
+            continue
+        if value is True:
+            args.append(key)
+        elif value is not False and value is not None:
+            text = str(value)
+            args += [key, *(text.strip("[]").split() if text.startswith("[") and "*" not in text else [text])]
+    args += list(ADDED)
+    vocabulary = model.get("padded_vocab") or (30592 if arch in ("bert", "t5") else 50304)
+    # The null tokenizer adds one token; a smaller vocabulary is padded to the same size.
+    args += [
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        str(vocabulary - 64 if arch == "gpt" else vocabulary - 120),
+    ]
+    return Case(
+        name=name,
+        script=SCRIPTS.get(arch, ""),
+        num_gpus=int(entry.get("num_gpus") or 0),
+        args=tuple(args),
+        env={k: str(v) for k, v in (flags.get("env") or {}).items()},
+        allocated=int(measured["mem_allocated_bytes"]),
+        peak=int(measured["mem_max_allocated_bytes"]),
+        kind="moe" if model.get("num_experts") else "dense",
+        left_out=left_out,
+    )
+
+
+def emulate(case: Case, *, megatron: Path, out: Path) -> Result:
+    """Slice the last rank and what its slice needs. Raises PrismError or SliceFailed."""
+    last = case.num_gpus - 1
+    options = Options(world_size=case.num_gpus, ranks=(last,), out=str(out), cache=False)
+    job = Job(options=options, run_as="script", argv=(str(megatron / case.script), *case.args))
+    cluster = load_cluster(options.cluster)
+    previous = dict(os.environ)
+    os.environ.update(case.env | {"PYTHONPATH": str(megatron)})
+    try:
+        with Progress(quiet=True) as progress, SlicePool(1, lambda line, is_error: None) as pool:
+            runner = SliceRunner(
+                job,
+                gpu=cluster.gpu_facts(),
+                gpus_per_node=cluster.gpus_per_node,
+                rundir=RunDir(out),
+                cache=None,
+                executors=[pool],
+                progress=progress,
+            )
+
+            def add_last(facts: JobFacts) -> None:
+                needed = dependencies(facts, last)
+                runner.add({rank: dependencies(facts, rank) for rank in needed if rank} | {last: needed})
+
+            runner.add({0: ()})
+            runner.run(on_facts=add_last)
+    finally:
+        os.environ.clear()
+        os.environ.update(previous)
+    report = runner.reports[last]
+    return Result(report.allocated_bytes_end, report.peak_allocated_bytes)
+
+
+def launch(case: Case, *, megatron: Path, out: Path) -> Result:
+    """Emulate the whole job by its launch. Raises PrismError when it fails."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(megatron / case.script), *case.args),
+        *("--prism-emulate", "--prism-world-size", str(case.num_gpus), "--prism-ranks", str(case.num_gpus - 1)),
+        *("--prism-out", str(out)),
+    ]  # fmt: skip
+    environment = os.environ | case.env | {"PYTHONPATH": str(megatron)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        lines = [
+            x for x in done.stderr.splitlines() if x.startswith("prism: error")
+        ] or done.stderr.splitlines()[-1:]
+        raise PrismError(lines[0].removeprefix("prism: error: ") if lines else "no message")
+    report = RunDir(out).read_report(case.num_gpus - 1)
+    return Result(report.allocated_bytes_end, report.peak_allocated_bytes)
+
+
+def reason(error: Exception) -> str:
+    """One line of an error."""
+    text = str(error)
+    if found := re.search(r"unrecognized arguments: (.*)", text):
+        return f"this Megatron-LM has no {found[1].split()[0]}"
+    first = text.splitlines()[0] if text else type(error).__name__
+    return re.sub(r"^prism: error: ", "", first)[:200]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megatron", type=Path, default=os.environ.get("MEGATRON_LM"))
+    parser.add_argument("--only", default="", help="comma-separated words; cases whose name contains one")
+    parser.add_argument(
+        "--launch", action="store_true", help="emulate whole jobs instead of their last ranks"
+    )
+    parser.add_argument("--out", type=Path, help="keep the run directories here")
+    parser.add_argument("--list", action="store_true", help="say which cases can run, and why others cannot")
+    args = parser.parse_args()
+    words = [w for w in args.only.split(",") if w]
+    cases = [c for c in load_cases() if not words or any(w in c.name for w in words)]
+    if args.list:
+        for case in cases:
+            print(f"{case.name:110} {case.left_out or 'runs'}")
+        return 0
+    if args.megatron is None:
+        parser.error("say where Megatron-LM is: --megatron or MEGATRON_LM")
+    errors: dict[str, list[tuple[float, float]]] = {"dense": [], "moe": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, case in enumerate(cases):
+            label = case.name.partition("@")[0].removesuffix("/dev_dgx_h100")
+            if case.left_out:
+                print(f"{label:100} left out: {case.left_out}", flush=True)
+                continue
+            out = (args.out or Path(scratch)) / f"{number:02}"
+            run = launch if args.launch else emulate
+            try:
+                result = run(case, megatron=Path(args.megatron).resolve(), out=out)
+            except (PrismError, SliceFailed) as error:
+                print(f"{label:100} left out: {reason(error)}", flush=True)
+                continue
+            off = (result.allocated / case.allocated - 1, result.peak / case.peak - 1)
+            errors[case.kind].append(off)
+            print(
+                f"{label:100} allocated {result.allocated:12} / {case.allocated:12} {100 * off[0]:+9.4f} %   "
+                f"peak {result.peak:12} / {case.peak:12} {100 * off[1]:+9.4f} %",
+                flush=True,
+            )
+    return report(errors)
+
+
+def report(errors: dict[str, list[tuple[float, float]]]) -> int:
+    """Print the summary; 1 when a goal is missed."""
+    good = True
+    for kind, pairs in errors.items():
+        if not pairs:
+            continue
+        for what, values in zip(("allocated", "peak"), zip(*pairs, strict=True), strict=True):
+            sizes = [abs(v) for v in values]
+            print(
+                f"{kind:6} {what:10} {len(sizes):3} cases: mean {100 * statistics.mean(sizes):.4f} %, "
+                f"median {100 * statistics.median(sizes):.4f} %, worst {100 * max(sizes):.4f} %"
+            )
+            worst, mean = (DENSE_WORST, DENSE_MEAN) if kind == "dense" else (MOE_WORST, MOE_WORST)
+            good = good and max(sizes) <= worst and statistics.mean(sizes) <= mean
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
