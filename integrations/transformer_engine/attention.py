@@ -12,6 +12,7 @@ import torch
 
 from prism_plugins.integrations.transformer_engine.calls import (
     Call,
+    assume,
     empty,
     implements,
     record,
@@ -51,9 +52,16 @@ class Sizes(NamedTuple):
 
 @implements("get_fused_attn_backend")
 def _backend(call: Call) -> Any:
-    """The conditions of ``nvte_get_fused_attn_backend`` for cuDNN 9.15 that depend on the job."""
-    given = call.fused_attn_params if call.fused_attn_params is not None else call
-    return enum_value("NVTE_Fused_Attn_Backend", _backend_name(given))
+    """The conditions of ``nvte_get_fused_attn_backend`` for cuDNN 9.15 that depend on the job. From 2.20 on they come in
+    one object, and the reason of a refusal goes with the answer."""
+    params = call.fused_attn_params
+    if params is None:
+        return enum_value("NVTE_Fused_Attn_Backend", _backend_name(call))
+    fields = {name: getattr(params, name) for name in dir(params) if not name.startswith("__")}
+    given = Call(call.name, fields | {"q_dtype": params.qkv_dtype, "p_dropout": params.dropout})
+    name = _backend_name(given)
+    refused = "no fused kernel takes this attention" if name == "NVTE_No_Backend" else ""
+    return enum_value("NVTE_Fused_Attn_Backend", name), refused
 
 
 def _backend_name(call: Any) -> str:
@@ -102,6 +110,7 @@ def _backend_name(call: Any) -> str:
 
 @implements("fused_attn_fwd")
 def _forward(call: Call) -> list[Any]:
+    assume("attention runs cuDNN's fused kernels, as Transformer Engine chooses for this GPU, cuDNN and mask")
     sizes = _sizes(call)
     quantizer, dtype = call.o_quantizer, call.fake_dtype
     o_shape = [*shape_of(call.Q)[:-1], sizes.v_width]

@@ -20,6 +20,18 @@ from prism_plugins.program.model import OpSignature, TensorSpec
 Implementation = Callable[["Call"], Any]
 
 IMPLEMENTATIONS: dict[str, Implementation] = {}
+_told: list[Callable[[str], None]] = []
+
+
+def tell_assumptions_to(sink: Callable[[str], None]) -> None:
+    """Where :func:`assume` lines go; the slice's own list."""
+    _told[:] = [sink]
+
+
+def assume(text: str) -> None:
+    """Say what was assumed; lines that were said before may come again."""
+    for sink in _told:
+        sink(text)
 
 
 def implements(*names: str) -> Callable[[Implementation], Implementation]:
@@ -34,7 +46,8 @@ def implements(*names: str) -> Callable[[Implementation], Implementation]:
 
 
 class Call:
-    """One call: ``call.name`` is the function, every other attribute an argument; None where none was given."""
+    """One call: ``call.name`` is the function, every other attribute an argument, in the order of the signature; None
+    where none was given."""
 
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         self.__dict__ = {"name": name, **arguments}
@@ -58,7 +71,8 @@ def bound(name: str, parameters: Sequence[str], implementation: Implementation) 
         if len(args) > len(parameters) or not allowed.issuperset(kwargs):
             surplus = sorted(set(kwargs) - allowed) or f"{len(args)} positional ones"
             raise TypeError(f"{name}() does not take {surplus}; it takes {', '.join(parameters)}")
-        return implementation(Call(name, {**dict(zip(parameters, args, strict=False)), **kwargs}))
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        return implementation(Call(name, {p: given[p] for p in parameters if p in given}))
 
     function.__name__ = function.__qualname__ = name
     return function

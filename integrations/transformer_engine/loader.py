@@ -120,11 +120,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def _fill(self, module: ModuleType) -> None:
+        from prism_plugins.integrations.transformer_engine.calls import tell_assumptions_to
         from prism_plugins.integrations.transformer_engine.misc import CUBLASLT_VERSION, CUDNN_VERSION
         from prism_plugins.integrations.transformer_engine.module import fill_module
 
         known = fill_module(module, self._version)
         assume = self._context.assume
+        tell_assumptions_to(assume)
         assume(
             f"Transformer Engine {self._version} ({self._source}) runs on virtual kernels; cuDNN {_dotted(CUDNN_VERSION)} "
             f"and cuBLASLt {CUBLASLT_VERSION // 10000}.{CUBLASLT_VERSION // 100 % 100} are assumed"

@@ -305,6 +305,27 @@ def _quantize(call: Call) -> Any:
     return out
 
 
+@implements("create_empty_quantized_tensor")
+def _create_empty(call: Call) -> Any:
+    return create(call.quantizer, call.shape, call.dtype)
+
+
+@implements("bulk_allocate")
+def _bulk_allocate(call: Call) -> list[torch.Tensor]:
+    """Views of one buffer."""
+    sizes = [product(shape) * dtype.itemsize for shape, dtype in zip(call.shapes, call.dtypes, strict=True)]
+    alignments = call.alignments or [dtype.itemsize for dtype in call.dtypes]
+    offsets, end = [], 0
+    for size, alignment in zip(sizes, alignments, strict=True):
+        offsets.append(_round_up(end, alignment))
+        end = offsets[-1] + size
+    buffer = empty([end + max(alignments, default=0)], torch.uint8)
+    return [
+        buffer[offset : offset + size].view(dtype).view(tuple(shape))
+        for offset, size, dtype, shape in zip(offsets, sizes, call.dtypes, call.shapes, strict=True)
+    ]
+
+
 @implements("dequantize")
 def _dequantize(call: Call) -> Any:
     out = empty(shape_of(call.input), torch_dtype(call.otype))

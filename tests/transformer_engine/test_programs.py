@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import pytest
 
+from prism_plugins.costs.families import family_of
+
 pytestmark = pytest.mark.xdist_group("te-programs")  # one process builds all models
 
 L, M = 2, 2
@@ -292,7 +294,19 @@ def test_current_scaling_finds_the_largest_values_first(counts):
     assert comm("all_reduce") - counts("sequence parallel")[1]("all_reduce") == 4 * L * M
 
 
+def test_every_recorded_op_has_a_cost_rule(recorded):
+    ops = {op for name in CASES for op in recorded[name]["ops"]}
+    assert len([op for op in ops if op.startswith(("te::", "triton::", "flash_attn::"))]) > 30
+    assert [op for op in sorted(ops - {"prism::fused"}) if family_of(op) is None] == []
+
+
 def test_the_assumptions_are_told(recorded):
     said = " ".join(recorded["assumptions"])
-    for words in ("runs on virtual kernels", "flash-attn 2.7.4", "Apex's fused weight gradient"):
+    for words in (
+        "runs on virtual kernels",
+        "flash-attn 2.7.4",
+        "Apex's fused weight gradient",
+        "cuDNN's fused kernels",
+        "runs unfused",
+    ):
         assert words in said
