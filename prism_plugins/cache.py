@@ -264,7 +264,13 @@ def _own_sources() -> str:
     for folder in (package, *integrations):
         for file in sorted(folder.rglob("*")):
             part = file.relative_to(folder).parts[0]
-            if file.suffix in (".py", ".cpp", ".h") and part not in ("costs", "simulate", "emit", "world"):
+            if file.suffix in (".py", ".cpp", ".h") and part not in (
+                "costs",
+                "simulate",
+                "emit",
+                "world",
+                "tune",
+            ):
                 digest.update(f"{file.relative_to(folder)}:".encode() + file.read_bytes())
     return digest.hexdigest()
 

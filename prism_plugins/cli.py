@@ -31,6 +31,7 @@ examples:
   prism report latest                     the HTML report again
   prism what-if latest --cluster dgx-b200 the same job on another cluster
   prism diff latest traces/               beside a real run: traces, log or flight recorder
+  prism tune --world-size 64 -- train.py … which layout is fastest and fits
   prism cluster list                      clusters that ship with prism
   prism doctor                            is this machine ready to emulate?
 
@@ -79,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         cli_setup_te,
         cli_show,
         cli_trace,
+        cli_tune,
         cli_what_if,
     )
 
@@ -89,6 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
         cli_trace,
         cli_flight_recorder,
         cli_what_if,
+        cli_tune,
         cli_diff,
         cli_cluster,
         cli_calibrate,

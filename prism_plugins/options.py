@@ -54,6 +54,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """On ``cuda``: ranks to run again among timed virtual participants."""
     moe_load: str = BALANCED
     """Tokens per expert, see :mod:`prism_plugins.moe_load`."""
+    tune_s: float = 0.0
+    """Search for the best layout for so many seconds instead of emulating the launch's own; 0: do not."""
+    tune_knobs: tuple[str, ...] = ()
+    """``name=value,value`` each: the only values of a knob that the search may choose."""
 
     @property
     def all_ranks(self) -> bool:
@@ -144,6 +148,14 @@ def _size(text: str) -> int:
     if not 2**30 <= size <= 2**43:
         raise ValueError(f"must be between 1GiB and 8TiB, not {text!r}")
     return size
+
+
+def parse_time(text: str) -> float:
+    """``90s``, ``10m``, ``1h`` or plain seconds, in seconds. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if not found or not float(found.group(1)):
+        raise ValueError(f"expects a time such as 90s, 10m or 1h, not {text!r}")
+    return float(found.group(1)) * {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}[found.group(2)]
 
 
 def _path_or_none(text: str) -> str:
@@ -239,6 +251,21 @@ TABLE = (
         "Slices at a time, in each launched process.",
     ),
     Option("--prism-no-cache", "", _switch, "off", "Neither reuse nor keep slices of earlier runs."),
+    Option(
+        "--prism-tune",
+        "TIME",
+        parse_time,
+        "off",
+        "Search for the fastest parallel layout that fits, for that long (90s, 10m, 1h), instead of emulating this one; as "
+        "`prism tune`.",
+    ),
+    Option(
+        "--prism-tune-knobs",
+        "NAME=V[,V…][;…]",
+        _text,
+        "all",
+        "Values that --prism-tune may choose, e.g. 'tp=4,8;micro_batch=1'.",
+    ),
     Option("--prism-help", "", _switch, "", "Show this help."),
 )
 _BY_FLAG = {option.flag: option for option in TABLE}
@@ -372,6 +399,8 @@ def _options(values: dict[str, Any], environ: Mapping[str, str]) -> Options:
         jobs=1 if device == "cuda" else values.get("jobs") or _default_jobs(environ),
         cache=not values.get("no_cache", False),
         moe_load=values.get("moe_load", BALANCED),
+        tune_s=values.get("tune", 0.0),
+        tune_knobs=tuple(k for k in values.get("tune_knobs", "").split(";") if k),
     )
 
 

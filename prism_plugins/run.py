@@ -34,6 +34,10 @@ def main() -> int:
             return 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _interrupt)
+        if job.options.tune_s:
+            from prism_plugins.cli_tune import tune_launch
+
+            return tune_launch(job)
         from prism_plugins.conductor import conduct
 
         return conduct(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from prism_plugins.integration import SliceContext
 from prism_plugins.program.prediction import Prediction
@@ -30,3 +31,9 @@ class MegatronIntegration:
         from prism_plugins.integrations.megatron.log import rewrite_lines
 
         return rewrite_lines(lines, prediction)
+
+    def tuner(self) -> Any:
+        """The layout search's view; see :mod:`~.tune`."""
+        from prism_plugins.integrations.megatron.tune import MegatronTuner
+
+        return MegatronTuner()

@@ -53,6 +53,11 @@ class Collectives:
         self._kernels: torch.library.Library | None = None
         self._patches: AppliedPatches | None = None
 
+    def resize(self, spec: SliceSpec) -> None:
+        """Be rank ``spec.rank`` of another world. Only before the script made a group."""
+        self.spec = spec
+        self._virtual_store = VirtualStore(rank=spec.rank, world_size=spec.world_size)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the journal, and tell the slice's context what was assumed about virtual ranks."""
         self.journal.save(path)

@@ -1,0 +1,617 @@
+"""The layout search's view of a Megatron job: knobs, Megatron's own validation, argv edits, and lower bounds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from prism_plugins.errors import PrismError
+from prism_plugins.integration.tuning import (
+    Arguments,
+    Chunk,
+    Knob,
+    Limits,
+    Point,
+    Probe,
+    Shape,
+    Value,
+    Verdict,
+)
+from prism_plugins.world.layout import Layout
+
+_WITH_VALUE = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--virtual-pipeline-model-parallel-size",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--micro-batch-size",
+    "--recompute-granularity",
+    "--recompute-method",
+    "--recompute-num-layers",
+)
+_SWITCHES = (
+    "--sequence-parallel",
+    "--recompute-activations",
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+)
+_NEEDED = ("--num-layers", "--global-batch-size", "--tensor-model-parallel-size")
+_OPTIMIZERS = ("distributed+overlap", "distributed", "plain+overlap", "plain")
+_SMALLEST_BUCKET = 40_000_000
+_BUCKET_PER_RANK = 1_000_000
+"""Elements: ``DistributedDataParallelConfig.bucket_size`` is by default max(40 million, 1 million x dp)."""
+_MAX_MICRO_BATCH = 16
+
+
+class MegatronTuner:
+    """See :class:`prism_plugins.integration.tuning.Tuner`."""
+
+    def judge(self, parser: Any, commands: Sequence[Sequence[str]]) -> Iterator[Verdict]:
+        """The script's parser, then ``megatron.training``'s ``validate_args`` where the script uses it."""
+        if "megatron.core" not in sys.modules:
+            return
+        for i, command in enumerate(commands):
+            try:
+                arguments = _parse(parser, command)
+            except (AssertionError, ValueError, RuntimeError, TypeError, KeyError, PrismError) as error:
+                reason = " ".join(str(error).split()) or f"{type(error).__name__} in Megatron's validation"
+                yield Verdict(legal=False, reason=reason)
+                continue
+            found = {}
+            if i == 0:
+                found = {k: v for k, v in vars(arguments).items() if isinstance(v, int | float | str | None)}
+                found["prism_flags"] = sorted(parser._option_string_actions)
+            yield Verdict(legal=True, arguments=found)
+
+    def space(
+        self,
+        argv: Sequence[str],
+        arguments: Arguments,
+        *,
+        world_size: int,
+        gpus_per_node: int,
+        chosen: Mapping[str, tuple[str, ...]],
+    ) -> MegatronSpace:
+        """See the protocol."""
+        return MegatronSpace(
+            argv, arguments, world_size=world_size, gpus_per_node=gpus_per_node, chosen=chosen
+        )
+
+
+def _parse(parser: Any, command: Sequence[str]) -> Any:
+    """Parsed and validated arguments. Raises what the framework raises; PrismError for what argparse refuses."""
+
+    def refuse(message: str) -> None:
+        raise PrismError(message)
+
+    parser.error = refuse
+    arguments = parser.parse_args(list(command[1:]))
+    training = sys.modules.get("megatron.training.arguments")
+    if training is not None and hasattr(arguments, "yaml_cfg"):
+        arguments.rank = int(os.environ["RANK"])
+        arguments.world_size = int(os.environ["WORLD_SIZE"])
+        training.validate_args(arguments, {})
+    return arguments
+
+
+class MegatronSpace:
+    """The layouts of one Megatron launch. See :class:`prism_plugins.integration.tuning.Space`."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        arguments: Arguments,
+        *,
+        world_size: int,
+        gpus_per_node: int,
+        chosen: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        self._argv = tuple(argv)
+        self._args = arguments
+        self._world = world_size
+        self._flags = set(arguments.get("prism_flags", ()))
+        self._check_script()
+        self._model = _Model(arguments)
+        self._gbs = int(arguments["global_batch_size"])
+        own = self._own()
+        self.knobs = tuple(_narrowed(knob, chosen) for knob in self._all_knobs(own, gpus_per_node))
+        if unknown := set(chosen) - {knob.name for knob in self.knobs}:
+            raise PrismError(
+                f"there is no knob {', '.join(sorted(unknown))}; knobs: {', '.join(k.name for k in self.knobs)}"
+            )
+        self.own = Point(tuple(own[knob.name] for knob in self.knobs))
+        sizes = {
+            knob.name: [int(v) for v in knob.values] for knob in self.knobs if knob.name in ("tp", "cp", "ep")
+        }
+        self.probe_world = (
+            math.lcm(*sizes["tp"], int(own["tp"])) * math.lcm(*sizes["cp"]) * math.lcm(*sizes["ep"])
+        )
+        self.tokens_per_iteration = self._gbs * self._model.seq
+        lines = [
+            "composed layouts: a rank of each stage is put together from reduced slices (1 and 2 layers, no pipeline); "
+            "full recomputation is the forward once more"
+        ]
+        if self._model.experts:
+            lines.append(
+                "composed layouts with experts: their gradients are priced on the data-parallel group of the dense layers"
+            )
+        if any(k.name == "cp" and k.values == (1,) for k in self.knobs) and not arguments.get(
+            "multi_latent_attention"
+        ):
+            lines.append("context parallelism was not searched: --transformer-impl local has none")
+        self.assumptions = tuple(lines)
+
+    # ── the space ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def points(self) -> Iterator[tuple[Point, str]]:
+        """Every combination; the reason is structural. Megatron's own validation comes after it."""
+        for values in itertools.product(*(knob.values for knob in self.knobs)):
+            point = Point(values)
+            yield point, self._why_not(self._named(point))
+
+    def _named(self, point: Point) -> dict[str, Any]:
+        return dict(zip((knob.name for knob in self.knobs), point.values, strict=True))
+
+    def _why_not(self, p: dict[str, Any]) -> str:
+        model, size = self._model, p["tp"] * p["pp"] * p["cp"]
+        if self._world % size:
+            return f"tp x cp x pp = {size} does not divide the {self._world} GPUs"
+        dp = self._world // size
+        if p["tp"] > 1 and (model.heads % p["tp"] or model.groups % p["tp"]):
+            return f"{model.heads} heads in {model.groups} groups cannot be split over tp {p['tp']}"
+        if self._gbs % (p["micro_batch"] * dp):
+            return f"global batch {self._gbs} is not a multiple of micro-batch {p['micro_batch']} x dp {dp}"
+        if p["sp"] and p["tp"] == 1:
+            return "sequence parallelism needs tensor parallelism"
+        if model.seq % (p["tp"] * p["cp"] * 2 if p["cp"] > 1 else p["tp"]) and p["sp"]:
+            return f"sequence {model.seq} cannot be split over tp {p['tp']} x cp {p['cp']}"
+        if model.experts and (model.experts % p["ep"] or (dp * p["cp"] * p["tp"]) % (p["ep"] * self._etp(p))):
+            return f"{model.experts} experts cannot be spread over ep {p['ep']}"
+        if p["pp"] == 1 and p["vpp"] > 1:
+            return "virtual stages need a pipeline"
+        stages = self._layers_of_stages(p)
+        if stages is None:
+            return f"{model.layers} layers cannot be laid over pp {p['pp']} ({p['stages']} stages)"
+        if p["vpp"] > 1:
+            if p["stages"] != "even" or stages[0] % p["vpp"]:
+                return f"{stages[0]} layers of a stage cannot be cut into {p['vpp']} chunks"
+            m = self._gbs // (p["micro_batch"] * dp)
+            if m % p["pp"]:
+                return f"{m} micro-batches are no multiple of pp {p['pp']}, as virtual stages need"
+        part = _part(p["recompute"])
+        if part and round(part * (stages[0] // p["vpp"])) in (0, stages[0] // p["vpp"]):
+            return "the same as another number of recomputed layers"
+        if part and p["stages"] != "even":
+            return "a part of the layers is recomputed only where stages are even"
+        return ""
+
+    def _etp(self, p: Mapping[str, Any]) -> int:
+        return int(self._args.get("expert_tensor_parallel_size") or p["tp"])
+
+    def _layers_of_stages(self, p: Mapping[str, Any]) -> list[int] | None:
+        layers, pp = self._model.layers, p["pp"]
+        if p["stages"] == "even":
+            return None if layers % pp else [layers // pp] * pp
+        if pp < 3 or layers % pp == 0:
+            return None
+        middle = math.ceil(layers / pp)
+        ends = layers - middle * (pp - 2)
+        if ends < 2 or (ends + 1) // 2 > middle:
+            return None
+        return [ends - ends // 2, *[middle] * (pp - 2), ends // 2]
+
+    def _own(self) -> dict[str, Value]:
+        """The launch's own choices."""
+        args = self._args
+        recompute = args.get("recompute_granularity") or "none"
+        if recompute == "full" and args.get("recompute_method") == "block":
+            recompute = (
+                "none"  # Its number of layers is no point of the space; the own launch is emulated as it is.
+            )
+        overlap = "+overlap" if args.get("overlap_grad_reduce") else ""
+        pp = int(args.get("pipeline_model_parallel_size") or 1)
+        return {
+            "tp": int(args.get("tensor_model_parallel_size") or 1),
+            "sp": bool(args.get("sequence_parallel")),
+            "cp": int(args.get("context_parallel_size") or 1),
+            "ep": int(args.get("expert_model_parallel_size") or 1),
+            "pp": pp,
+            "vpp": int(args.get("virtual_pipeline_model_parallel_size") or 1),
+            "stages": "even" if self._model.layers % pp == 0 else "uneven",
+            "micro_batch": int(args["micro_batch_size"]),
+            "recompute": recompute,
+            "optimizer": ("distributed" if args.get("use_distributed_optimizer") else "plain") + overlap,
+        }
+
+    def _all_knobs(self, own: dict[str, Value], gpus_per_node: int) -> Iterator[Knob]:
+        model = self._model
+        tp = [n for n in _powers_of_2(min(gpus_per_node, model.heads)) if self._world % n == 0]
+        pp = [n for n in _divisors(self._world) if n <= model.layers]
+        local = self._args.get("transformer_impl") == "local"
+        cp = (
+            [1]
+            if local or "--context-parallel-size" not in self._flags
+            else _powers_of_2(min(16, self._world))
+        )
+        ep = [n for n in _divisors(model.experts)] if model.experts else [1]
+        most = max(1, self._gbs // max(1, self._world // (max(tp) * max(pp) * max(cp))))
+        batches = _powers_of_2(min(_MAX_MICRO_BATCH, most))
+        vpp = [1]
+        if self._flags & {
+            "--num-layers-per-virtual-pipeline-stage",
+            "--virtual-pipeline-model-parallel-size",
+        }:
+            vpp = [n for n in _divisors(model.layers) if n <= model.layers // 2]
+        recompute: list[Value] = ["none"]
+        if "--recompute-granularity" in self._flags:
+            recompute = ["none", "selective", "full/4", "full/2", "full"]
+        optimizers: list[Value] = [own["optimizer"]]
+        if "--overlap-grad-reduce" in self._flags:
+            optimizers = list(_OPTIMIZERS)
+        elif "--use-distributed-optimizer" in self._flags:
+            optimizers = ["distributed", "plain"]
+        uneven = ["even", "uneven"] if "--decoder-first-pipeline-num-layers" in self._flags else ["even"]
+        sp: list[Value] = [True, False] if "--sequence-parallel" in self._flags else [own["sp"]]
+        for name, values, text in (
+            ("tp", tp, "tensor-parallel size"),
+            ("cp", cp, "context-parallel size"),
+            ("ep", ep, "expert-parallel size"),
+            ("pp", pp, "pipeline stages"),
+            ("vpp", vpp, "model chunks a stage"),
+            ("stages", uneven, "layers over stages: even, or fewer on the first and last one"),
+            ("micro_batch", batches, "micro-batch size"),
+            ("sp", sp, "sequence parallelism"),
+            ("recompute", recompute, "none, selective, full, or full of a part of the layers"),
+            ("optimizer", optimizers, "distributed or plain, with or without overlapped communication"),
+        ):
+            yield Knob(name=name, values=tuple(dict.fromkeys([*values, own[name]])), own=own[name], help=text)
+
+    # ── command lines ────────────────────────────────────────────────────────────────────────────────────────
+
+    def command(self, point: Point) -> tuple[str, ...]:
+        """The launch's argv with the point's flags in place of its own."""
+        if point == self.own:
+            return self._argv
+        return (*_without(self._argv, _WITH_VALUE, _SWITCHES), *self._flags_of(self._named(point)))
+
+    def with_sequence(self, length: int) -> tuple[str, ...]:
+        """argv with ``--seq-length``, and ``--max-position-embeddings`` where the launch gives it."""
+        flags = [f for f in ("--seq-length", "--max-position-embeddings") if f in self._flags]
+        given = _pairs(self._argv, flags, ())
+        words = [word for flag in flags if flag in given for word in (flag, str(length))]
+        return (*_without(self._argv, flags, ()), *words)
+
+    def changes(self, point: Point) -> tuple[str, ...]:
+        """Flags that the point adds or changes, then ``(drop --flag)`` for those to take out."""
+        if point == self.own:
+            return ()
+        before = _pairs(self._argv, _WITH_VALUE, _SWITCHES)
+        after = _pairs(self.command(point), _WITH_VALUE, _SWITCHES)
+        added = [f"{flag} {value}".strip() for flag, value in after.items() if before.get(flag) != value]
+        return (*added, *(f"(drop {flag})" for flag in before if flag not in after))
+
+    def _flags_of(self, p: Mapping[str, Any]) -> list[str]:
+        stages = self._layers_of_stages(p)
+        flags = {
+            "--tensor-model-parallel-size": p["tp"],
+            "--pipeline-model-parallel-size": p["pp"],
+            "--micro-batch-size": p["micro_batch"],
+        }
+        if p["cp"] > 1:
+            flags["--context-parallel-size"] = p["cp"]
+        if p["ep"] > 1:
+            flags["--expert-model-parallel-size"] = p["ep"]
+        if p["vpp"] > 1 and stages is not None:
+            if "--num-layers-per-virtual-pipeline-stage" in self._flags:
+                flags["--num-layers-per-virtual-pipeline-stage"] = stages[0] // p["vpp"]
+            else:
+                flags["--virtual-pipeline-model-parallel-size"] = p["vpp"]
+        if p["stages"] == "uneven" and stages is not None:
+            flags["--decoder-first-pipeline-num-layers"] = stages[0]
+            flags["--decoder-last-pipeline-num-layers"] = stages[-1]
+        part = _part(p["recompute"])
+        if p["recompute"] == "selective":
+            flags["--recompute-granularity"] = "selective"
+        elif p["recompute"] == "full":
+            flags |= {
+                "--recompute-granularity": "full",
+                "--recompute-method": "uniform",
+                "--recompute-num-layers": 1,
+            }
+        elif part and stages is not None:
+            layers = round(part * (stages[0] // p["vpp"]))
+            flags |= {
+                "--recompute-granularity": "full",
+                "--recompute-method": "block",
+                "--recompute-num-layers": layers,
+            }
+        words = [word for flag, value in flags.items() for word in (flag, str(value))]
+        if p["sp"] and "--sequence-parallel" in self._flags:
+            words.append("--sequence-parallel")
+        kind, _, overlap = str(p["optimizer"]).partition("+")
+        if kind == "distributed":
+            words.append("--use-distributed-optimizer")
+        if overlap:
+            words.append("--overlap-grad-reduce")
+            if kind == "distributed":
+                words.append("--overlap-param-gather")
+        return words
+
+    # ── composition ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def probes(self, point: Point) -> tuple[Probe, ...]:
+        """One and two plain layers; two with selective recomputation where the point has it."""
+        p = self._named(point)
+        words = _without(self._argv, (*_WITH_VALUE, "--num-layers", "--global-batch-size"), _SWITCHES)
+        dp = self.probe_world // (p["tp"] * p["cp"])
+        wanted = [("none", 1), ("none", 2)]
+        if p["recompute"] == "selective":
+            wanted.append(("selective", 2))
+        probes = []
+        for kind, layers in wanted:
+            reduced = {**p, "pp": 1, "vpp": 1, "stages": "even", "recompute": kind, "optimizer": "plain"}
+            command = (
+                *words, *self._flags_of(reduced), "--num-layers", str(layers),
+                "--global-batch-size", str(2 * dp * p["micro_batch"]),
+            )  # fmt: skip
+            probes.append(Probe(kind=kind, command=command, layers=layers))
+        return tuple(probes)
+
+    def shape(self, point: Point) -> Shape:
+        """The point for the composition."""
+        p = self._named(point)
+        stages = self._layers_of_stages(p)
+        assert stages is not None
+        dp = self._world // (p["tp"] * p["pp"] * p["cp"])
+        part = _part(p["recompute"])
+
+        def kinds(layers: int) -> tuple[tuple[str, int], ...]:
+            if not part:
+                return ((p["recompute"], layers),)
+            full = round(part * layers)
+            return (("full", full), ("none", layers - full))
+
+        chunks = tuple(
+            tuple(
+                Chunk(
+                    layers=kinds(layers // p["vpp"]),
+                    embedding=stage == 0 and chunk == 0,
+                    loss=stage == p["pp"] - 1 and chunk == p["vpp"] - 1,
+                )
+                for chunk in range(p["vpp"])
+            )
+            for stage, layers in enumerate(stages)
+        )
+        model = self._model
+        kind, _, overlap = str(p["optimizer"]).partition("+")
+        told = "--overlap-grad-reduce" in self._flags
+        bucket = self._args.get("ddp_bucket_size") or max(_SMALLEST_BUCKET, _BUCKET_PER_RANK * dp * p["cp"])
+        return Shape(
+            layout=Layout(
+                world_size=self._world,
+                tp=p["tp"],
+                cp=p["cp"],
+                pp=p["pp"],
+                dp=dp,
+                ep=p["ep"],
+                etp=self._etp(p) if model.experts else p["tp"],
+                vpp=p["vpp"],
+                num_microbatches=self._gbs // (p["micro_batch"] * dp),
+            ),
+            chunks=chunks,
+            transfer_elements=model.seq
+            * p["micro_batch"]
+            * model.hidden
+            // p["cp"]
+            // (p["tp"] if p["sp"] else 1),
+            transfer_dtype=model.dtype,
+            sharded_optimizer=kind == "distributed",
+            overlap_grad=bool(overlap) if told else None,
+            overlap_param=bool(overlap) and kind == "distributed" if told else None,
+            bucket_elements=int(bucket),
+            param_dtype=model.dtype,
+            tied_embedding=not self._args.get("untie_embeddings_and_output_weights", True),
+            async_p2p=p["vpp"] > 1 and self._args.get("overlap_p2p_comm") is not False,
+        )
+
+    # ── bounds ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def limits(self, point: Point) -> Limits:
+        """See docs/tuning.md for the formulas."""
+        p, model = self._named(point), self._model
+        shape = self.shape(point)
+        layout, m = shape.layout, shape.layout.num_microbatches
+        per_layer = {
+            kind: model.layer_flops(p["micro_batch"], recomputed=kind == "full") / (p["tp"] * p["cp"])
+            for kind in ("none", "selective", "full")
+        }
+        loss = model.loss_flops(p["micro_batch"]) / (p["tp"] * p["cp"])
+
+        split = (p["tp"] - 1) / p["tp"] if not self._args.get("tp_comm_overlap") else 0.0
+        per_layer_bytes = split * model.forward_traffic(p["micro_batch"], sp=bool(p["sp"])) / p["cp"]
+
+        def work_of(chunk: Chunk) -> tuple[float, float]:
+            flops = sum(per_layer[kind] * n for kind, n in chunk.layers) + (loss if chunk.loss else 0.0)
+            return flops, per_layer_bytes * sum(n for _, n in chunk.layers)
+
+        before, critical = (0.0, 0.0), (0.0, 0.0)
+        for stage in shape.chunks:
+            work = [work_of(chunk) for chunk in stage]
+            flops, moved = (before[i] + m * sum(w[i] for w in work) for i in range(2))
+            critical = max(critical, (flops, moved))
+            before = (before[0] + work[0][0], before[1] + work[0][1])
+        memory = 0.0
+        for s, stage in enumerate(shape.chunks):
+            params = sum(n * model.layer_params(p["tp"], p["ep"]) for c in stage for _, n in c.layers)
+            params += sum(
+                model.embedding_params(p["tp"]) * (c.embedding + c.loss) for c in stage[-1:] + stage[:-1]
+            )
+            shards = layout.dp * layout.cp if shape.sharded_optimizer else 1
+            states = params * (model.param_bytes + model.grad_bytes + model.optimizer_bytes / shards)
+            in_flight = min(
+                m * p["vpp"], (p["pp"] - s) + (p["vpp"] - 1) * p["pp"] if p["vpp"] > 1 else p["pp"] - s
+            )
+            kept = sum(
+                n * model.kept_bytes(p["micro_batch"], p["tp"], p["cp"], bool(p["sp"]), kind=kind)
+                for kind, n in stage[0].layers
+            )
+            memory = max(memory, states + in_flight * kept)
+        return Limits(memory_bytes=memory, flops=critical[0], link_bytes=critical[1], dtype=model.dtype)
+
+    def _check_script(self) -> None:
+        missing = [flag for flag in _NEEDED if flag not in self._flags]
+        if missing:
+            raise PrismError(
+                f"the script has no {', '.join(missing)}; prism tune changes layouts by Megatron's arguments"
+            )
+        args = self._args
+        for name, flag in (
+            ("rampup_batch_size", "--rampup-batch-size"),
+            ("pipeline_model_parallel_layout", "--pipeline-model-parallel-layout"),
+            ("heterogeneous_layers_config_path", "--heterogeneous-layers-config-path"),
+            ("hybrid_override_pattern", "--hybrid-override-pattern"),
+            ("mtp_num_layers", "--mtp-num-layers"),
+        ):
+            if args.get(name):
+                raise PrismError(f"prism tune cannot vary the layout of a job with {flag} yet; take it out")
+        if not args.get("global_batch_size"):
+            raise PrismError("give --global-batch-size: the search keeps it, whatever the layout")
+
+
+class _Model:
+    """Sizes of the model, for the bounds."""
+
+    def __init__(self, args: Arguments) -> None:
+        self.layers = int(args["num_layers"])
+        self.hidden = int(args["hidden_size"])
+        self.heads = int(args["num_attention_heads"])
+        self.groups = int(args.get("num_query_groups") or 0) if args.get("group_query_attention") else 0
+        self.groups = self.groups or self.heads
+        channels = int(args.get("kv_channels") or self.hidden // self.heads)
+        self.attention = self.heads * channels
+        self.kv = self.groups * channels
+        self.ffn = int(args.get("ffn_hidden_size") or 4 * self.hidden)
+        self.gated = bool(args.get("swiglu"))
+        self.experts = int(args.get("num_experts") or 0)
+        self.top_k = int(args.get("moe_router_topk") or 1) if self.experts else 1
+        if self.experts:
+            self.ffn = int(args.get("moe_ffn_hidden_size") or self.ffn)
+        self.seq = int(args["seq_length"])
+        self.vocab = int(args.get("padded_vocab_size") or args.get("vocab_size") or 0)
+        half = args.get("bf16") or args.get("fp16") or "bf16" not in args
+        self.dtype = "float32" if not half else "float16" if args.get("fp16") else "bfloat16"
+        self.param_bytes = 2 if half else 4
+        self.grad_bytes = 4 if args.get("accumulate_allreduce_grads_in_fp32") else self.param_bytes
+        self.optimizer_bytes = 12 if half else 8
+        if args.get("use_precision_aware_optimizer"):
+            self.optimizer_bytes = 0  # Its states may be as small as one likes.
+        self._latent = bool(args.get("multi_latent_attention"))
+        self._every = args.get("moe_layer_freq", 1) in (None, 1)
+
+    def layer_flops(self, micro_batch: int, *, recomputed: bool) -> float:
+        """Matrix products of a layer, forward and backward, of one micro-batch: 2 FLOPs a multiply-add, backward twice
+        the forward, attention as if causal masks saved half."""
+        tokens = self.seq * micro_batch
+        projections = 0 if self._latent else self.hidden * (2 * self.attention + 2 * self.kv)
+        scores = 0 if self._latent else self.seq * self.attention
+        mlp = (3 if self.gated else 2) * self.hidden * self.ffn * (self.top_k if self._every else 0)
+        forward = 2.0 * tokens * (projections + scores + mlp)
+        return forward * (4 if recomputed else 3)
+
+    def forward_traffic(self, micro_batch: int, *, sp: bool) -> float:
+        """Bytes that the tensor-parallel collectives of a layer's forward bring to a rank, over (tp - 1) / tp: with sequence
+        parallelism two gathers and two reduce-scatters of the activations, without it two all-reduces (of which a switch that
+        reduces moves half of what a ring does). Those of backward can be hidden."""
+        return (4 if sp else 2) * self.seq * micro_batch * self.hidden * self.param_bytes
+
+    def loss_flops(self, micro_batch: int) -> float:
+        """Logits, forward and backward."""
+        return 6.0 * self.seq * micro_batch * self.hidden * self.vocab
+
+    def layer_params(self, tp: int, ep: int) -> float:
+        """Parameters of a layer on a rank, norms, biases and routers left out."""
+        attention = 0 if self._latent else self.hidden * (2 * self.attention + 2 * self.kv)
+        mlp = (3 if self.gated else 2) * self.hidden * self.ffn * (self.experts or 1) / ep
+        return (attention + (mlp if self._every else 0)) / tp
+
+    def embedding_params(self, tp: int) -> float:
+        """Of the embedding, and of the output layer."""
+        return self.hidden * self.vocab / tp
+
+    def kept_bytes(self, micro_batch: int, tp: int, cp: int, sp: bool, *, kind: str) -> float:
+        """Activations of a layer that its backward needs: the inputs of its matrix products, of the activation function and
+        of the attention; of a recomputed layer its input."""
+        tokens, size = self.seq * micro_batch / cp, self.param_bytes
+        spread = tp if sp else 1
+        if kind == "full":
+            return tokens * self.hidden / spread * size
+        wide = (3 if self.gated else 2) * self.ffn * (0 if self.experts else 1)
+        inner = (wide + (0 if self._latent else 2 * self.attention + 2 * self.kv)) / tp
+        return tokens * (inner + 2 * self.hidden / spread) * size
+
+
+def _part(recompute: Value) -> float:
+    """``full/4``: 0.25; 0 for none, selective and full."""
+    kind, _, part = str(recompute).partition("/")
+    return 1 / int(part) if kind == "full" and part else 0.0
+
+
+def _narrowed(knob: Knob, chosen: Mapping[str, tuple[str, ...]]) -> Knob:
+    """The knob with the values that the user allows."""
+    if knob.name not in chosen:
+        return knob
+    by_text = {str(value).lower(): value for value in knob.values}
+    values = []
+    for text in chosen[knob.name]:
+        if text.lower() not in by_text:
+            raise PrismError(
+                f"{knob.name} cannot be {text}; values: {', '.join(str(v).lower() for v in knob.values)}"
+            )
+        values.append(by_text[text.lower()])
+    return Knob(name=knob.name, values=tuple(dict.fromkeys(values)), own=knob.own, help=knob.help)
+
+
+def _without(argv: Sequence[str], with_value: Sequence[str], switches: Sequence[str]) -> tuple[str, ...]:
+    """argv without some flags."""
+    kept: list[str] = []
+    skip = False
+    for word in argv:
+        if skip:
+            skip = False
+            continue
+        name, equals, _ = word.partition("=")
+        if name in with_value:
+            skip = not equals
+        elif word not in switches:
+            kept.append(word)
+    return tuple(kept)
+
+
+def _pairs(argv: Sequence[str], with_value: Sequence[str], switches: Sequence[str]) -> dict[str, str]:
+    """Those flags of argv, with their values."""
+    found: dict[str, str] = {}
+    for i, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name in with_value:
+            found[name] = value if equals else argv[i + 1] if i + 1 < len(argv) else ""
+        elif word in switches:
+            found[word] = ""
+    return found
+
+
+def _powers_of_2(most: int) -> list[int]:
+    return [1 << i for i in range(max(1, most).bit_length())]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,300 @@
+"""A layout put together from the costs of its layers: time and memory without running it.
+
+Every rank of a stage is its chunks' layers, plus embedding or loss; the pipeline schedule is simulated step by step
+(:mod:`.pipeline`); gradients and parameters are communicated in buckets, hidden behind the last backward and the first
+forward where the layout overlaps them, and hold SMs there. Not composed: HBM and links that collectives and compute share,
+and differences between data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from prism_plugins.costs.base import CostModel
+from prism_plugins.integration.tuning import FULL, Chunk, Shape
+from prism_plugins.program.memory_device import CommunicatorUse, DeviceOverhead
+from prism_plugins.program.model import DTYPE_BYTES, CommSignature, MemoryCategory
+from prism_plugins.tune.layers import LayerCosts, recomputed
+from prism_plugins.tune.pipeline import Stages, busy, pipeline_ends
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """Time and memory of a layout."""
+
+    iteration_ms: float
+    memory_bytes: int
+    """Peak allocated plus what lies outside torch's allocator, on the rank with most."""
+    compute_ms: float
+    """Of the busiest stage, its collectives left out."""
+    exposed_ms: float
+    """Collectives and transfers that compute waits for."""
+    bubble_ms: float
+    optimizer_ms: float
+    host_ms: float = 0.0
+    """The device waits for the host; composed layouts have it in the other parts."""
+    source: str = "composed"
+    """``composed`` or ``emulated``."""
+
+
+class _Buckets(NamedTuple):
+    ms: float
+    """All of them one after the other."""
+    number: int
+    channels: int
+
+
+_NOTHING = _Buckets(0.0, 1, 0)
+
+
+class Composer:
+    """Composes layouts on one cluster."""
+
+    def __init__(self, costs: CostModel, overhead: DeviceOverhead) -> None:
+        self._costs = costs
+        self._overhead = overhead
+        self._pipeline = functools.lru_cache(maxsize=4096)(pipeline_ends)
+
+    def compose(self, shape: Shape, kinds: Mapping[str, LayerCosts]) -> Estimate:
+        """``kinds``: the costs of each kind of layer that was sliced, the plain one first."""
+        layout = shape.layout
+        if shape.overlap_grad is None:
+            shape = msgspec.structs.replace(shape, overlap_grad=next(iter(kinds.values())).overlaps)
+        if shape.overlap_param is None:
+            shape = msgspec.structs.replace(
+                shape, overlap_param=bool(shape.overlap_grad) and shape.sharded_optimizer
+            )
+        if any(kind == FULL for stage in shape.chunks for c in stage for kind, _ in c.layers):
+            received = shape.transfer_elements * DTYPE_BYTES[shape.transfer_dtype]
+            kinds = {**kinds, FULL: recomputed(next(iter(kinds.values())), received)}
+        stages = self._stages(shape, kinds)
+        m = layout.num_microbatches
+        steps = [sum(f) + sum(b) for f, b in zip(stages.forward, stages.backward, strict=True)]
+        grad_ms, late, grads = [], [], []
+        for s in range(layout.pp):
+            reduction, gathering = self._data_parallel(shape, kinds, s)
+            backward, forward = sum(stages.backward[s]), sum(stages.forward[s])
+            grad_ms.append(self._beside(reduction, backward) if shape.overlap_grad else reduction.ms)
+            late.append(self._beside(gathering, forward) if shape.overlap_param else 0.0)
+            grads.append(0.0 if shape.overlap_param else gathering.ms)
+        stages = msgspec.structs.replace(stages, late=tuple(late))
+        ends = self._pipeline(stages, m)
+        shards = layout.dp * layout.cp if shape.sharded_optimizer else 1
+        optimizer = max(self._optimizer(kinds, stage, shards) for stage in shape.chunks)
+        rest = max(self._sum(kinds, stage, "rest") for stage in shape.chunks)
+        finish = [end + grad for end, grad in zip(ends, grad_ms, strict=True)]
+        total = max(finish) + optimizer + max(grads) + rest
+        slowest = max(range(len(steps)), key=lambda s: finish[s])
+        waited = m * sum(
+            self._chunk(kinds, c, "exposed_communication", c.embedding or c.loss)
+            for c in shape.chunks[slowest]
+        )
+        work = busy(stages, m)[slowest]
+        exposed = waited + grad_ms[slowest] + late[slowest] + max(grads)
+        return Estimate(
+            iteration_ms=total,
+            memory_bytes=self._memory(shape, kinds),
+            compute_ms=max(0.0, work - waited),
+            exposed_ms=exposed,
+            bubble_ms=max(0.0, ends[slowest] - late[slowest] - work),
+            optimizer_ms=optimizer + rest,
+        )
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _stages(self, shape: Shape, kinds: Mapping[str, LayerCosts]) -> Stages:
+        forward, backward = [], []
+        for stage in shape.chunks:
+            forward.append(tuple(self._step(kinds, c, "forward") for c in stage))
+            backward.append(tuple(self._step(kinds, c, "backward") for c in stage))
+        layout = shape.layout
+        here = dict.fromkeys(layout.sizes(), 0)
+        transfer = []
+        for s in range(layout.pp):
+            pair = (layout.rank_of(here | {"pp": s}), layout.rank_of(here | {"pp": (s + 1) % layout.pp}))
+            transfer.append(self._transfer_ms(shape, pair) if layout.pp > 1 else 0.0)
+        return Stages(
+            forward=tuple(forward),
+            backward=tuple(backward),
+            transfer=tuple(transfer),
+            late=(0.0,) * layout.pp,
+            async_p2p=shape.async_p2p,
+        )
+
+    def _step(self, kinds: Mapping[str, LayerCosts], chunk: Chunk, field: str) -> float:
+        """Forward starts with the embedding, backward with the loss: what comes before the first layer of a reduced job is
+        the one, the rest around its layers the other."""
+        total = sum(n * kinds[kind].layer(field) for kind, n in chunk.layers)
+        around = next(iter(kinds.values()))
+        whole, head = around.around(field), getattr(around.one, f"head_{field}")
+        head = min(head, whole)
+        embedding, loss = (head, whole - head) if field == "forward" else (whole - head, head)
+        return total + embedding * chunk.embedding + loss * chunk.loss
+
+    def _chunk(self, kinds: Mapping[str, LayerCosts], chunk: Chunk, field: str, with_ends: bool) -> float:
+        total = sum(n * kinds[kind].layer(field) for kind, n in chunk.layers)
+        return total + (next(iter(kinds.values())).around(field) if with_ends else 0.0)
+
+    def _sum(self, kinds: Mapping[str, LayerCosts], stage: tuple[Chunk, ...], field: str) -> float:
+        ends = any(c.embedding or c.loss for c in stage)
+        return sum(self._chunk(kinds, c, field, False) for c in stage) + (
+            next(iter(kinds.values())).around(field) if ends or field == "rest" else 0.0
+        )
+
+    def _optimizer(self, kinds: Mapping[str, LayerCosts], stage: tuple[Chunk, ...], shards: int) -> float:
+        return self._sum(kinds, stage, "optimizer") / shards
+
+    def _transfer_ms(self, shape: Shape, pair: tuple[int, int]) -> float:
+        comm = CommSignature(
+            kind="send", group=0, dtype=shape.transfer_dtype, in_numel=shape.transfer_elements, peer=1
+        )
+        return self._costs.price_comm(comm, pair, pair[0]).duration_ns * 1e-6
+
+    def _data_parallel(
+        self, shape: Shape, kinds: Mapping[str, LayerCosts], stage: int
+    ) -> tuple[_Buckets, _Buckets]:
+        """Gradient reduction and parameter gathering of a stage."""
+        layout = shape.layout
+        if layout.dp * layout.cp == 1:
+            return _NOTHING, _NOTHING
+        here = dict.fromkeys(layout.sizes(), 0) | {"pp": stage}
+        ranks = tuple(
+            sorted(
+                layout.rank_of(here | {"dp": d, "cp": c}) for d in range(layout.dp) for c in range(layout.cp)
+            )
+        )
+        gradients = self._state(shape, kinds, shape.chunks[stage], MemoryCategory.GRADIENTS)
+        numel = self._numel(shape, kinds, shape.chunks[stage])
+        buckets = self._buckets(shape, numel)
+        dtype = "float32" if gradients > 3 * numel else shape.param_dtype
+        size = int(numel // buckets)
+
+        def price(kind: str, dtype: str, whole_in: bool, whole_out: bool) -> _Buckets:
+            shard = size // len(ranks)
+            comm = CommSignature(
+                kind=kind,
+                group=0,
+                dtype=dtype,
+                in_numel=size if whole_in else shard,
+                out_numel=size if whole_out else shard,
+            )
+            one = self._costs.price_comm(comm, ranks, ranks[0])
+            return _Buckets(one.duration_ns * 1e-6 * buckets, buckets, one.channels)
+
+        if not shape.sharded_optimizer:
+            return price("all_reduce", dtype, True, True), _NOTHING
+        return price("reduce_scatter", dtype, True, False), price(
+            "all_gather", shape.param_dtype, False, True
+        )
+
+    def _beside(self, buckets: _Buckets, compute_ms: float) -> float:
+        """What buckets that become ready evenly over ``compute_ms`` add to it: what is not hidden, and the SMs that the hidden
+        ones hold (:mod:`prism_plugins.simulate.interference`)."""
+        each, gap = buckets.ms / buckets.number, compute_ms / buckets.number
+        exposed = each if each <= gap else buckets.ms - compute_ms + gap
+        model = self._costs.interference
+        held = buckets.channels / model.num_sms if model is not None else 0.0
+        return exposed + (buckets.ms - exposed) * held
+
+    def _numel(self, shape: Shape, kinds: Mapping[str, LayerCosts], stage: tuple[Chunk, ...]) -> float:
+        return self._state(shape, kinds, stage, MemoryCategory.PARAMETERS) / DTYPE_BYTES[shape.param_dtype]
+
+    def _buckets(self, shape: Shape, numel: float) -> int:
+        return max(1, round(numel / shape.bucket_elements)) if shape.overlap_grad else 1
+
+    # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _state(
+        self, shape: Shape, kinds: Mapping[str, LayerCosts], stage: tuple[Chunk, ...], category: str
+    ) -> float:
+        around = next(iter(kinds.values())).around_state(str(category))
+        ends = sum(c.embedding + c.loss for c in stage)
+        if shape.tied_embedding:
+            ends = min(ends, 1)
+        else:
+            around /= 2
+        return (
+            sum(n * kinds[kind].layer_state(str(category)) for c in stage for kind, n in c.layers)
+            + around * ends
+        )
+
+    def _memory(self, shape: Shape, kinds: Mapping[str, LayerCosts]) -> int:
+        layout, around = shape.layout, next(iter(kinds.values()))
+        shards = layout.dp * layout.cp if shape.sharded_optimizer else 1
+        peak = 0.0
+        for s, stage in enumerate(shape.chunks):
+            states = self._state(shape, kinds, stage, MemoryCategory.PARAMETERS)
+            states += self._state(shape, kinds, stage, MemoryCategory.GRADIENTS)
+            states += self._state(shape, kinds, stage, MemoryCategory.OPTIMIZER_STATE) / shards
+            states += around.one.others
+            saved = [sum(n * kinds[kind].layer("saved") for kind, n in c.layers) for c in stage]
+            received = shape.transfer_elements * DTYPE_BYTES[shape.transfer_dtype] if layout.pp > 1 else 0
+            loss = any(c.loss for c in stage)
+            ends = around.around("saved") if loss else 0.0
+            in_flight = in_flight_of(layout.pp, layout.vpp, s, layout.num_microbatches)
+            held = in_flight * (sum(saved) / len(saved) + received) + ends * min(in_flight, 1)
+            temporary = max(
+                around.one.temporary if loss else 0,
+                *(kinds[kind].one.temporary_layer for c in stage for kind, n in c.layers if n),
+            )
+            steps = states + held + temporary
+            layers = sum(n for c in stage for _, n in c.layers)
+            optimizer = (
+                states
+                + (
+                    around.around("temporary_optimizer") * any(c.embedding or c.loss for c in stage)
+                    + layers * around.layer("temporary_optimizer")
+                )
+                / shards
+            )
+            peak = max(peak, steps, optimizer)
+        return int(peak + sum(self._outside(shape, around).values()))
+
+    def _outside(self, shape: Shape, costs: LayerCosts) -> dict[str, int]:
+        """Context, libraries and communicators: those of the reduced job, with the layout's members."""
+        layout = shape.layout
+        here = dict.fromkeys(layout.sizes(), 0)
+        data = tuple(
+            sorted(
+                layout.rank_of(here | {"dp": d, "cp": c}) for d in range(layout.dp) for c in range(layout.cp)
+            )
+        )
+        model = tuple(
+            sorted(
+                layout.rank_of(here | {"tp": t, "pp": s}) for t in range(layout.tp) for s in range(layout.pp)
+            )
+        )
+        uses: list[CommunicatorUse] = []
+        for use in costs.uses:
+            ranks = use.ranks
+            if len(ranks) == costs.probe_world and layout.world_size != costs.probe_world:
+                ranks = tuple(range(layout.world_size))
+            elif use.name.startswith("DATA_PARALLEL"):
+                ranks = data
+            elif use.name.startswith("MODEL_PARALLEL"):
+                ranks = model
+            uses.append(msgspec.structs.replace(use, ranks=ranks, nvls=use.name in costs.nvls))
+        if layout.pp > 1:
+            neighbours = {layout.rank_of(here | {"pp": s}) for s in (1, layout.pp - 1)}
+            near = sum(peer // self._overhead.gpus_per_domain == 0 for peer in neighbours)
+            ring = tuple(layout.rank_of(here | {"pp": s}) for s in range(layout.pp))
+            uses.append(
+                CommunicatorUse(
+                    ranks=ring,
+                    name="pipeline",
+                    collective=False,
+                    near_peers=near,
+                    far_peers=len(neighbours) - near,
+                )
+            )
+        return self._overhead.parts(uses, init_communicators=1)
+
+
+def in_flight_of(pp: int, vpp: int, stage: int, num_microbatches: int) -> int:
+    """Forward steps (of one chunk) whose backward has not begun, at most."""
+    if vpp == 1:
+        return min(num_microbatches, pp - stage)
+    return min(num_microbatches * vpp, (pp - stage - 1) * 2 + (vpp - 1) * pp + 1)

@@ -1,0 +1,319 @@
+"""What one layer costs, from two slices of a reduced job: one of one layer, one of two.
+
+A second kind of layer (other recomputation) takes one more slice, of two such layers; layers that are recomputed as a
+whole take none: their backward is the forward again and the backward.
+
+Everything about a stage is taken as linear in its layers: the difference of the two slices is a layer, what remains of the
+first one is the embedding and the loss. Times come from the ordinary simulation of the reduced job, memory from the
+ordinary ledger, so whatever the emulator knows about ops, collectives and the host is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from prism_plugins.costs.base import CostModel
+from prism_plugins.errors import PrismError
+from prism_plugins.program.job import JobPrograms, RankClass
+from prism_plugins.program.memory import allocated_curve
+from prism_plugins.program.memory_device import CommunicatorUse, communicators
+from prism_plugins.program.model import EventFlag, EventKind, MemoryCategory, Program
+from prism_plugins.program.slices import JobFacts
+from prism_plugins.simulate.engine import Simulation
+from prism_plugins.simulate.prices import comm_ranks
+
+_NS = 1e-6
+"""ns to ms."""
+_STATES = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER_STATE)
+_SMALL_NUMEL = 100_000
+"""Reductions over the data-parallel group below that are flags and norms, no gradients."""
+
+
+class Reduced(msgspec.Struct, frozen=True, kw_only=True):
+    """One reduced job, measured: times in ms, sizes in bytes. All of one micro-batch unless said otherwise."""
+
+    forward: float
+    backward: float
+    head_forward: float
+    """Part of ``forward`` before its first layer."""
+    head_backward: float
+    """Part of ``backward`` before its first layer."""
+    exposed_communication: float
+    """Of both: collectives for which compute waits."""
+    exposed_forward: float
+    """Of these, those in ``forward``."""
+    optimizer: float
+    """Device time in the optimizer's phase, an iteration."""
+    rest: float
+    """Of an iteration, what lies outside forward, backward and optimizer, gradient reductions left out."""
+    states: dict[str, int]
+    """Parameters, gradients, optimizer states."""
+    others: int
+    """What else is live between iterations."""
+    saved: int
+    """Kept from forward for backward."""
+    temporary_layer: int
+    """Above what is saved, at most, while the layers run."""
+    temporary: int
+    """The same over both phases as a whole."""
+    temporary_optimizer: int
+    """Above what is live between iterations, during the optimizer."""
+
+
+class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of layer and what stands around the layers, by linear extrapolation from two reduced jobs."""
+
+    one: Reduced
+    two: Reduced
+    uses: tuple[CommunicatorUse, ...]
+    """Communicators of the reduced job."""
+    nvls: frozenset[str]
+    probe_world: int
+    overlaps: bool = False
+    """Gradients were reduced during backward, whatever the arguments say."""
+
+    def layer(self, field: str) -> float:
+        """One more layer, of a numeric field of :class:`Reduced`."""
+        return max(0.0, getattr(self.two, field) - getattr(self.one, field))
+
+    def around(self, field: str) -> float:
+        """Embedding and loss together."""
+        return max(0.0, getattr(self.one, field) - self.layer(field))
+
+    def layer_state(self, category: str) -> float:
+        """Bytes of a layer's parameters, gradients or optimizer states."""
+        return max(0.0, self.two.states[category] - self.one.states[category])
+
+    def around_state(self, category: str) -> float:
+        """The same of embedding and output layer."""
+        return max(0.0, self.one.states[category] - self.layer_state(category))
+
+
+_PER_LAYER = (
+    "forward", "backward", "exposed_communication", "exposed_forward", "optimizer", "rest", "saved", "temporary_optimizer",
+)  # fmt: skip
+
+
+def other_kind(base: LayerCosts, two: Reduced) -> LayerCosts:
+    """Another kind of layer from its two-layer job alone: what stands around the layers is as with ``base``."""
+    half = {f: base.around(f) + max(0.0, getattr(two, f) - base.around(f)) / 2 for f in _PER_LAYER}
+    one = msgspec.structs.replace(
+        two,
+        **half,
+        head_forward=base.one.head_forward,
+        head_backward=base.one.head_backward,
+        states=base.one.states,
+        others=base.one.others,
+    )
+    two = msgspec.structs.replace(two, states=base.two.states, others=base.two.others)
+    return msgspec.structs.replace(base, one=one, two=two)
+
+
+def recomputed(base: LayerCosts, input_bytes: int) -> LayerCosts:
+    """Layers like ``base`` of which only the input is kept: backward runs the forward again."""
+    reduced = []
+    for layers, job in ((1, base.one), (2, base.two)):
+        temporary = job.temporary_layer + int(base.layer("saved"))
+        reduced.append(
+            msgspec.structs.replace(
+                job,
+                backward=job.backward + layers * base.layer("forward"),
+                exposed_communication=job.exposed_communication + layers * base.layer("exposed_forward"),
+                saved=int(base.around("saved")) + layers * input_bytes,
+                temporary_layer=temporary,
+                temporary=max(job.temporary, temporary),
+            )
+        )
+    return msgspec.structs.replace(base, one=reduced[0], two=reduced[1])
+
+
+def reduce_other(program: Program, facts: JobFacts, costs: CostModel) -> Reduced:
+    """A reduced job of another kind of layer, for :func:`other_kind`."""
+    return _reduce(program, _simulate(program, facts, costs), costs, [0, 0])
+
+
+def measure(
+    programs: Sequence[Program],
+    facts: JobFacts,
+    costs: CostModel,
+    *,
+    nvls: frozenset[str],
+    gpus_per_domain: int,
+) -> LayerCosts:
+    """From the programs of rank 0 of the one-layer and the two-layer job.
+
+    Raises :class:`PrismError` when they are not what a probe should be (no two micro-batches of forward and backward).
+    """
+    one, two = programs
+    simulations = [_simulate(program, facts, costs) for program in programs]
+    layer_events = _phase_lengths(two) - _phase_lengths(one)
+    heads = [
+        max(0, _common_prefix(one, two, kind) - int(layer_events[i]))
+        for i, kind in enumerate(("forward", "backward"))
+    ]
+    reduced = [
+        _reduce(program, simulation, costs, heads)
+        for program, simulation in zip(programs, simulations, strict=True)
+    ]
+    return LayerCosts(
+        one=reduced[0],
+        two=reduced[1],
+        uses=communicators(one, gpus_per_domain=gpus_per_domain),
+        nvls=nvls,
+        probe_world=facts.layout.world_size,
+        overlaps=reduces_in_backward(one),
+    )
+
+
+def _simulate(program: Program, facts: JobFacts, costs: CostModel) -> Simulation:
+    """The reduced job with every rank as rank 0."""
+    cls = RankClass(
+        name="all", ranks=np.arange(facts.layout.world_size), representative=program.rank, exemplar=program
+    )
+    return Simulation(JobPrograms(layout=facts.layout, classes=(cls,)), costs)
+
+
+def _steps(program: Program) -> dict[tuple[str, int], tuple[int, int]]:
+    """(kind, micro-batch) → rows between its marks."""
+    return {(phase.kind, phase.microbatch): (lo, hi) for phase, lo, hi in program.iter_phases()}
+
+
+_MEASURED = {"forward": 1, "backward": 0}
+"""Micro-batch whose step is measured: parameters are gathered in the first forward, gradients reduced in the last backward."""
+
+
+def _rows(program: Program, kind: str) -> tuple[int, int]:
+    steps = _steps(program)
+    missing = [f"{kind} {m}" for kind in _MEASURED for m in (0, 1) if (kind, m) not in steps]
+    if missing:
+        raise PrismError(f"a reduced job lacks the steps {', '.join(missing)} (kind, micro-batch)")
+    return steps[kind, _MEASURED[kind]]
+
+
+def _phase_lengths(program: Program) -> np.ndarray:
+    return np.array([hi - lo for lo, hi in (_rows(program, "forward"), _rows(program, "backward"))])
+
+
+def _common_prefix(one: Program, two: Program, kind: str) -> int:
+    """Events that the same phase of both programs begins with alike."""
+    names = []
+    for program in (one, two):
+        lo, hi = _rows(program, kind)
+        events = program.events[lo + 1 : hi]
+        names.append([_name(program, e) for e in events.tolist()])
+    same = 0
+    for a, b in zip(*names, strict=False):
+        if a != b:
+            break
+        same += 1
+    return same
+
+
+def _name(program: Program, event: tuple[int, int, int, int, int]) -> tuple:
+    kind, flags, stream, ref, value = event
+    if kind == EventKind.KERNEL:
+        return (kind, stream, program.signatures[ref])
+    if kind == EventKind.COMM:
+        comm = program.comms[ref]
+        return (kind, flags, stream, comm.kind, comm.group, comm.in_numel)
+    return (kind, stream, value if kind == EventKind.ALLOC else 0)
+
+
+def _reduce(program: Program, simulation: Simulation, costs: CostModel, heads: list[int]) -> Reduced:
+    times = simulation.op_times(program.rank)
+    end = np.maximum.accumulate(times.end_ns)
+    forward, backward = _rows(program, "forward"), _rows(program, "backward")
+    steps = _steps(program)
+    ended = {step: float(end[hi]) for step, (_, hi) in steps.items()}
+    forward_ns = ended["forward", 1] - ended["backward", 0]
+    backward_ns = ended["backward", 0] - ended["forward", 0]
+    optimizer = steps.get(("optimizer", -1))
+    optimizer_ns = float(end[optimizer[1]] - end[optimizer[0]]) if optimizer else 0.0
+    synced = max(ended.get(("grad_sync", -1), 0.0), ended["backward", 1])
+    waiting = synced - ended["backward", 1] - _gradient_reductions(program, costs)
+    rest = float(end[steps["forward", 0][0]]) + simulation.timeline.iteration_time_ns - synced - optimizer_ns
+    rest += 0.0 if reduces_in_backward(program) else max(0.0, waiting)
+    curve = allocated_curve(program)
+    live = int(curve[-1])
+    start, between = int(curve[forward[0]]), int(curve[forward[1]])
+    saved = max(0, between - start)
+    top = start + saved
+    head = backward[0] + 1 + heads[1]
+    in_layers = int(curve[head : backward[1]].max(initial=0)) - int(curve[min(head, backward[1])])
+    first = forward[0] + 1 + heads[0]
+    last = max(first + 1, forward[1] - heads[1])
+    in_layers = max(in_layers, int(curve[first:last].max(initial=0)) - int(curve[last]))
+    whole = int(max(curve[forward[0] : steps["backward", 1][1]].max(initial=0) - top, 0))
+    states = dict.fromkeys((str(c) for c in _STATES), 0)
+    others = 0
+    for allocation in program.initial:
+        if allocation.category in states:
+            states[str(allocation.category)] += allocation.nbytes
+        else:
+            others += allocation.nbytes
+    optimizer_rows = optimizer or (len(curve) - 1, len(curve) - 1)
+    return Reduced(
+        forward=forward_ns * _NS,
+        backward=backward_ns * _NS,
+        head_forward=_until(end, ended["backward", 0], forward[0] + heads[0]) * _NS,
+        head_backward=_until(end, ended["forward", 0], backward[0] + heads[1]) * _NS,
+        exposed_communication=_waited(program, times, (forward, backward)) * _NS,
+        exposed_forward=_waited(program, times, (forward,)) * _NS,
+        optimizer=optimizer_ns * _NS,
+        rest=max(0.0, rest) * _NS,
+        states=states,
+        others=others,
+        saved=saved,
+        temporary_layer=max(0, in_layers),
+        temporary=whole,
+        temporary_optimizer=max(
+            0, int(curve[optimizer_rows[0] : optimizer_rows[1] + 1].max(initial=0)) - live
+        ),
+    )
+
+
+def _until(end: np.ndarray, begin: float, row: int) -> float:
+    return max(0.0, float(end[row]) - float(begin))
+
+
+def _waited(program: Program, times, phases: Sequence[tuple[int, int]]) -> float:
+    """Time of collectives that the issuing stream waits for."""
+    total = 0.0
+    for lo, hi in phases:
+        events = program.events[lo:hi]
+        rows = lo + np.flatnonzero(
+            (events["kind"] == EventKind.COMM) & (events["flags"] & int(EventFlag.ASYNC) == 0)
+        )
+        total += float((times.end_ns[rows] - times.start_ns[rows]).sum())
+    return total
+
+
+def reduces_in_backward(program: Program) -> bool:
+    """Whether gradients are reduced during the last backward: it then has large calls that the others have not."""
+    steps = _steps(program)
+    calls = []
+    for m in (0, 1):
+        lo, hi = steps["backward", m]
+        events = program.events[lo:hi]
+        refs = events["ref"][events["kind"] == EventKind.COMM].tolist()
+        calls.append(sum(program.comms[ref].in_numel >= _SMALL_NUMEL for ref in refs))
+    return calls[1] > calls[0]
+
+
+def _gradient_reductions(program: Program, costs: CostModel) -> float:
+    """What the reduced job's own gradient reductions take: its data-parallel group is not that of the layout."""
+    total, inside = 0.0, False
+    for kind, _, _, ref, _ in program.events.tolist():
+        if kind == EventKind.PHASE_BEGIN:
+            inside = program.phases[ref].kind in ("grad_sync", "optimizer")
+        elif kind == EventKind.PHASE_END:
+            inside = False
+        elif inside and kind == EventKind.COMM:
+            comm = program.comms[ref]
+            if comm.in_numel >= _SMALL_NUMEL and comm.kind not in ("send", "recv"):
+                ranks = comm_ranks(program.rank, program.groups[comm.group], comm)
+                total += costs.price_comm(comm, ranks, program.rank).duration_ns
+    return total

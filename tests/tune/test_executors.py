@@ -1,0 +1,46 @@
+"""Where emulations run: by default here, elsewhere by packages that may be missing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from prism_plugins.errors import PrismError
+from prism_plugins.options import Job, Options
+from prism_plugins.tune.executors import Task, make_executor
+
+
+def task_of(tmp_path: Path, name: str) -> Task:
+    job = Job(options=Options(world_size=1), run_as="script", argv=("/nowhere.py",))
+    return Task(job=job, argv=job.argv, cluster=tmp_path / "none.toml", out=tmp_path / name, seconds=60.0)
+
+
+def executor_of(name: str, tmp_path: Path, **given):
+    return make_executor(name, directory=tmp_path, width=2, cpus=1, **given)
+
+
+@pytest.mark.parametrize("name", ["submitit", "ray"])
+def test_a_missing_package_is_one_line(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(PrismError, match=f"pip install {name}"):
+        executor_of(name, tmp_path)
+
+
+def test_what_an_emulation_says_reaches_the_search(tmp_path: Path) -> None:
+    [(index, told)] = executor_of("local", tmp_path).run([task_of(tmp_path, "a")])
+    assert index == 0
+    assert "does not exist" in told
+
+
+def test_submitit_runs_tasks_in_processes_of_its_own(tmp_path: Path) -> None:
+    submitit = pytest.importorskip("submitit")
+    executor = executor_of("submitit", tmp_path, slurm=("slurm_partition=cpu",))
+    if executor._executor.cluster != "local":
+        pytest.skip(f"submitit {submitit.__version__} found {executor._executor.cluster}")
+    told = dict(executor.run([task_of(tmp_path, "a"), task_of(tmp_path, "b")]))
+    assert set(told) == {0, 1}
+    assert all("does not exist" in text for text in told.values())
+    with pytest.raises(PrismError, match="KEY=VALUE"):
+        executor_of("submitit", tmp_path, slurm=("cpu",))

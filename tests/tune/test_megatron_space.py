@@ -1,0 +1,142 @@
+"""The space of a Megatron launch: what is in it, how points are written, and its bounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from prism_plugins.errors import PrismError
+from prism_plugins.integration.tuning import Point
+from prism_plugins.integrations.megatron import tune
+from prism_plugins.integrations.megatron.tune import MegatronTuner
+
+ARGV = (
+    "pretrain_gpt.py", "--num-layers", "16", "--tensor-model-parallel-size=2", "--sequence-parallel",
+    "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1", "--global-batch-size", "64",
+    "--use-distributed-optimizer", "--lr", "1e-4",
+)  # fmt: skip
+ARGUMENTS = {
+    "num_layers": 16, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 512, "vocab_size": 1000,
+    "ffn_hidden_size": 4096, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1,
+    "global_batch_size": 64, "sequence_parallel": True, "use_distributed_optimizer": True, "bf16": True,
+    "accumulate_allreduce_grads_in_fp32": True, "transformer_impl": "local",
+    "prism_flags": [*tune._WITH_VALUE, *tune._SWITCHES, "--num-layers", "--global-batch-size"],
+}  # fmt: skip
+
+
+def space_of(world: int = 16, chosen=None, **changed):
+    return MegatronTuner().space(
+        ARGV, {**ARGUMENTS, **changed}, world_size=world, gpus_per_node=8, chosen=chosen or {}
+    )
+
+
+def point_of(space, **values) -> Point:
+    own = dict(zip((k.name for k in space.knobs), space.own.values, strict=True))
+    return Point(tuple({**own, **values}[k.name] for k in space.knobs))
+
+
+def legal(space) -> list[Point]:
+    return [point for point, reason in space.points() if not reason]
+
+
+def test_the_own_launch_is_a_legal_point_and_unchanged() -> None:
+    space = space_of()
+    assert space.own in legal(space)
+    assert space.command(space.own) == ARGV
+    assert space.changes(space.own) == ()
+
+
+def test_every_legal_point_keeps_batch_world_and_layers() -> None:
+    space = space_of()
+    points = legal(space)
+    assert len(points) > 200
+    for point in points:
+        shape = space.shape(point)
+        shape.layout.validate()
+        named = dict(zip((k.name for k in space.knobs), point.values, strict=True))
+        assert shape.layout.num_microbatches * named["micro_batch"] * shape.layout.dp == 64
+        assert sum(n for stage in shape.chunks for c in stage for _, n in c.layers) == 16
+        assert shape.chunks[0][0].embedding
+        assert shape.chunks[-1][-1].loss
+
+
+def test_a_point_is_written_over_the_own_flags() -> None:
+    space = space_of()
+    point = point_of(
+        space, tp=4, pp=4, vpp=2, micro_batch=2, recompute="full/2", optimizer="distributed+overlap"
+    )
+    words = space.command(point)
+    assert words.count("--tensor-model-parallel-size") == 1
+    assert not any(w.startswith("--tensor-model-parallel-size=") for w in words)
+    text = " ".join(words)
+    for part in (
+        "--tensor-model-parallel-size 4",
+        "--pipeline-model-parallel-size 4",
+        "--num-layers-per-virtual-pipeline-stage 2",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        "--overlap-grad-reduce --overlap-param-gather",
+        "--lr 1e-4",
+    ):
+        assert part in text
+    assert "--sequence-parallel" not in " ".join(space.changes(point))
+
+
+def test_flags_that_have_to_go_are_named() -> None:
+    changes = space_of().changes(point_of(space_of(), sp=False, optimizer="plain"))
+    assert "(drop --sequence-parallel)" in changes
+    assert "(drop --use-distributed-optimizer)" in changes
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"tp": 8, "pp": 4}, "does not divide"),
+        ({"tp": 1, "sp": True}, "needs tensor parallelism"),
+        ({"pp": 1, "vpp": 2}, "need a pipeline"),
+        ({"pp": 4, "vpp": 8}, "cannot be cut"),
+        ({"stages": "uneven"}, "cannot be laid"),
+    ],
+)
+def test_illegal_points_say_why(values: dict, reason: str) -> None:
+    space = space_of()
+    wanted = point_of(space, **values)
+    assert reason in next(why for point, why in space.points() if point == wanted)
+
+
+def test_uneven_stages_hold_all_layers() -> None:
+    space = space_of(world=12, global_batch_size=48)
+    point = point_of(space, tp=1, sp=False, pp=6, stages="uneven")
+    layers = [sum(n for _, n in stage[0].layers) for stage in space.shape(point).chunks]
+    assert layers == [2, 3, 3, 3, 3, 2]
+
+
+def test_choices_narrow_and_wrong_ones_are_explained() -> None:
+    space = space_of(chosen={"tp": ("2", "4"), "sp": ("true",)})
+    assert {dict(zip((k.name for k in space.knobs), p.values, strict=True))["tp"] for p in legal(space)} == {
+        2,
+        4,
+    }
+    with pytest.raises(PrismError, match="tp cannot be 3"):
+        space_of(chosen={"tp": ("3",)})
+    with pytest.raises(PrismError, match="no knob tensor"):
+        space_of(chosen={"tensor": ("3",)})
+
+
+def test_a_script_without_layout_flags_is_refused() -> None:
+    with pytest.raises(PrismError, match="--global-batch-size"):
+        space_of(prism_flags=["--tensor-model-parallel-size", "--num-layers"])
+
+
+def test_probes_are_shared_by_layouts_that_differ_in_the_pipeline_only() -> None:
+    space = space_of()
+    assert space.probes(point_of(space, pp=4)) == space.probes(point_of(space, pp=2, vpp=2))
+    assert space.probes(point_of(space, pp=4)) != space.probes(point_of(space, tp=4))
+
+
+def test_more_parallelism_lowers_the_bounds() -> None:
+    space = space_of()
+    few, many = (space.limits(point_of(space, pp=pp)) for pp in (1, 4))
+    assert many.memory_bytes < few.memory_bytes
+    full = space.limits(point_of(space, recompute="full"))
+    none = space.limits(point_of(space, recompute="none"))
+    assert full.memory_bytes < none.memory_bytes
+    assert full.flops > none.flops
