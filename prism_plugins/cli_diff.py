@@ -171,6 +171,12 @@ def _of_rank(view: JobView, real: RealRank, run: RealRun, limit: int) -> Rendera
             sum(row.real.ms for row in mine if row.real),
         )
         head.add_row(f"  {visible(group)}", *_both(*both, milliseconds), "waiting included")
+        if group in comparison.transfers:
+            head.add_row(
+                "    transfer alone",
+                *_both(*comparison.transfers[group], milliseconds),
+                "of the last to come",
+            )
     parts += [head, *_rows("largest differences", comparison.matched(), limit, comparison.real_ms)]
     parts += _rows("predicted, not in the real run", comparison.missing(), limit, comparison.real_ms)
     parts += _rows("in the real run, not predicted", comparison.extra(), limit, comparison.real_ms)

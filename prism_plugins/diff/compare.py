@@ -55,6 +55,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Largest difference first."""
     phases: dict[str, tuple[float, float]]
     """Kernel time by phase: (predicted, real), ms."""
+    transfers: dict[str, tuple[float, float]]
+    """Transfer time by group, without waiting for members: (predicted, real), ms; where several members' traces tell it."""
     predicted_ms: float
     """Device time, summed over kernels."""
     real_ms: float
@@ -169,6 +171,7 @@ def compare(rank: int, program: Program, spans: DeviceSpans, costs: CostModel, r
         rank=rank,
         rows=_match(mine, theirs),
         phases={name: (phases[name], real.phase_ms.get(name, 0.0)) for name in phases},
+        transfers=_transfers(program, spans, real),
         predicted_ms=sum(op.ms for op in mine.values()),
         real_ms=sum(op.ms for op in theirs.values()),
     )
@@ -178,7 +181,16 @@ def compare_calls(rank: int, program: Program, real: RealRank) -> Comparison:
     """A rank's communication calls beside those of a flight recorder's buffer, without times."""
     mine = predicted_calls(program)
     rows = _match(mine, real_ops(real, mine))
-    return Comparison(rank=rank, rows=rows, phases={}, predicted_ms=0.0, real_ms=0.0)
+    return Comparison(rank=rank, rows=rows, phases={}, transfers={}, predicted_ms=0.0, real_ms=0.0)
+
+
+def _transfers(program: Program, spans: DeviceSpans, real: RealRank) -> dict[str, tuple[float, float]]:
+    predicted: dict[str, float] = {}
+    for i in np.flatnonzero(spans.kind == SpanKind.COMMUNICATION).tolist():
+        group = program.groups[program.comms[int(program.events["ref"][spans.row[i]])].group]
+        name = group.desc or "unnamed group"
+        predicted[name] = predicted.get(name, 0.0) + float(spans.end_ns[i] - spans.transfer_start_ns[i]) / 1e6
+    return {name: (predicted[name], ms) for name, ms in real.transfer_ms.items() if name in predicted}
 
 
 def _match(mine: Mapping[OpKey, PredictedOp], theirs: Mapping[OpKey, OpTotal]) -> tuple[Row, ...]:

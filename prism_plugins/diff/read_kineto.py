@@ -7,8 +7,9 @@ Kernels that triton generated are told by their name. Forward and backward are t
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def read_kineto(path: Path) -> RealRun:
                 f"{path}: two traces of rank {rank.rank}; name one of them, or a folder with one a rank"
             )
         ranks[rank.rank] = rank
-    found = tuple(ranks[rank] for rank in sorted(ranks))
+    found = tuple(_with_transfers(ranks[rank], ranks.values()) for rank in sorted(ranks))
     times = [rank.iteration_ms for rank in found if rank.iteration_ms]
     return RealRun(
         source=f"{len(found)} Kineto traces of {path}" if len(found) > 1 else f"Kineto trace {path}",
@@ -80,6 +81,20 @@ def read_kineto(path: Path) -> RealRun:
         iterations=max((rank.iterations for rank in found), default=0),
         ranks=found,
     )
+
+
+def _with_transfers(rank: RealRank, everyone: Collection[RealRank]) -> RealRank:
+    """The member that comes last to a call waits for nobody: the shortest duration among members is the transfer."""
+    transfer: dict[str, float] = {}
+    for call in rank.collectives_ms:
+        of_members = [r.collectives_ms[call] for r in everyone if call in r.collectives_ms]
+        if len(of_members) > 1 and len({len(times) for times in of_members}) == 1 and rank.iterations:
+            shortest = sum(map(min, zip(*of_members, strict=True)))
+            transfer[call[0].group] = transfer.get(call[0].group, 0.0) + shortest / rank.iterations
+        else:
+            transfer[call[0].group] = math.nan
+    known = {group: ms for group, ms in transfer.items() if not math.isnan(ms)}
+    return msgspec.structs.replace(rank, transfer_ms=known)
 
 
 def read_trace(path: Path) -> RealRank:
@@ -105,6 +120,7 @@ def read_trace(path: Path) -> RealRank:
     calls: dict[tuple[OpKey, ...], int] = {}
     us: dict[tuple[OpKey, ...], float] = {}
     phases = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    collectives: dict[tuple[OpKey, str], list[tuple[float, float]]] = {}
     counted: set[tuple[tuple[OpKey, ...], Any]] = set()
     for kernel in kernels:
         external = kernel.args.get("External id")
@@ -118,6 +134,9 @@ def read_trace(path: Path) -> RealRank:
         if (key, external) not in counted or external is None or chain[0].name == COMPILED:
             counted.add((key, external))
             calls[key] = calls.get(key, 0) + 1
+        if chain[0].group:
+            members = str(kernel.args.get("Process Group Ranks", ""))
+            collectives.setdefault((chain[0], members), []).append((kernel.ts, kernel.dur / 1e3))
         launch = launches.get(kernel.args.get("correlation"))
         if not chain[0].group and launch is not None:
             phase = (
@@ -135,6 +154,7 @@ def read_trace(path: Path) -> RealRank:
         iteration_ms=iteration / 1e3,
         ops={key: OpTotal(calls=calls[key] / count, ms=us[key] / 1e3 / count) for key in us},
         phase_ms={name: value / 1e3 / count for name, value in phases.items()} if autograd else {},
+        collectives_ms={call: [ms for _, ms in sorted(times)] for call, times in collectives.items()},
         gpu=trace.deviceProperties[0].name if trace.deviceProperties else "",
     )
 

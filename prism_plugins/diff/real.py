@@ -39,6 +39,10 @@ class RealRank(msgspec.Struct, frozen=True, kw_only=True):
     phase_ms: dict[str, float] = {}
     """Device time of kernels by where they were launched: ``forward``, ``backward``, ``optimizer``."""
     gpu: str = ""
+    collectives_ms: dict[tuple[OpKey, str], list[float]] = {}
+    """Durations of every call in order, by op and the ranks of its group as the trace writes them."""
+    transfer_ms: dict[str, float] = {}
+    """By group, of one iteration: time from the arrival of the last member, where the traces of several members tell it."""
 
 
 class RealRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -93,6 +93,31 @@ def test_missing_and_extra_ops(traced):
     assert [row.key.name for row in comparison.extra()] == ["aten::hypot"]
 
 
+def test_traces_of_several_members_tell_waiting_from_transfer(traced):
+    run, view, folder = traced
+    write_traces(run, view, [1])
+
+    def late(event):
+        """Rank 0 waits a millisecond longer in every reduction of its tensor-parallel group."""
+        args = event.get("args", {})
+        if (
+            event.get("cat") == "kernel"
+            and args.get("Process Group Description") == "TENSOR_MODEL_PARALLEL_GROUP"
+        ):
+            event["dur"] += 1000
+        return event
+
+    change(folder / "rank0.json.gz", late)
+    program, times = view.timed_program(0)
+    spans = device_spans(program, times)
+    real = read_kineto(folder).ranks[0]
+    predicted, measured = compare(0, program, spans, view.costs, real).transfers[
+        "TENSOR_MODEL_PARALLEL_GROUP"
+    ]
+    assert measured == pytest.approx(predicted, rel=0.05)
+    assert "PIPELINE_MODEL_PARALLEL_GROUP" not in real.transfer_ms, "the other stage has no trace here"
+
+
 def test_steps_are_averaged(traced):
     _, view, folder = traced
     path = folder / "rank0.json.gz"
