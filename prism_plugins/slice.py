@@ -137,8 +137,9 @@ class Slice:
 
     def save_journal(self) -> None:
         """Let slices that need this one's control payloads start while it goes on."""
-        # On a GPU slices run one after the other, and writing takes time between iterations that are timed.
-        if self.journal is not None and not spec_on_gpu(self.spec):
+        # Writing takes time between iterations that are timed.
+        timed = spec_on_gpu(self.spec) and self.context is not None and self.context.recorder.warmed_up
+        if self.journal is not None and not timed:
             self.journal.journal.save(self.dir.journal)
 
     def _prepare(self) -> Context:

@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=14, help="of slices and replays")
     parser.add_argument("--real-iterations", type=int, default=12)
     parser.add_argument("--physical", type=int, default=1, help="GPUs that share the slices")
+    parser.add_argument("--cluster", default="h200x2", help="describes the machine of the truth")
     parser.add_argument("--timeout-s", type=float, default=300)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,9 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "simulated_ms": prediction["iteration_time_ms"],
         "breakdown_ms": prediction["breakdown_ms"],
         "replay": prediction["replay"],
-        "replay_log_ms": [log_ms(run / one["log"]) for one in prediction["replay"]],
+        "replay_log_ms": [
+            log_ms(run / one["log"]) or one["iteration_time_ms"] for one in prediction["replay"]
+        ],
         "findings": [finding["message"] for finding in prediction["findings"]],
         "slices": {},
     }
@@ -119,8 +122,9 @@ def emulation(
         f"--nproc-per-node={min(args.physical, num_gpus)}",
     ]  # fmt: skip
     prism = [
-        "--prism-emulate", "--prism-world-size", str(num_gpus), "--prism-device", "cuda", "--prism-cluster", "dgx-h200",
+        "--prism-emulate", "--prism-world-size", str(num_gpus), "--prism-device", "cuda", "--prism-cluster", args.cluster,
         "--prism-iterations", str(args.iterations), "--prism-out", str(run),
+        *(["--prism-replay", "0"] if args.physical > 1 else []),  # on the GPU that sliced it
     ]  # fmt: skip
     env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
     if name.startswith("ds-"):

@@ -53,13 +53,15 @@ ADVICE = (
 
 
 def translated(function: Callable) -> Callable:
-    """``function`` with its assertions and errors raised as :class:`PrismError`."""
+    """``function`` with its assertions and errors raised as :class:`PrismError`; not that memory ran out."""
 
     @functools.wraps(function)
     def refusing(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except (AssertionError, ValueError, RuntimeError, ImportError) as error:
+            if type(error).__name__ == "OutOfMemoryError":  # torch's, a RuntimeError
+                raise
             raise refusal(error) from error
 
     return refusing

@@ -106,9 +106,14 @@ class GpuRecorder:
         return len(self._traced) >= self.schedule.traced
 
     @property
+    def warmed_up(self) -> bool:
+        """Whether the warm-up is over."""
+        return self._index >= self.schedule.warm_up
+
+    @property
     def reads_values(self) -> bool:
         """Whether values may be read back now: it waits for the GPU, which timed iterations must not."""
-        return not self.recording or self._index < self.schedule.warm_up
+        return not self.recording or not self.warmed_up
 
     def start(self) -> None:
         """An iteration begins."""
