@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import importlib.util
 import json
 import os
 import re
@@ -171,6 +172,12 @@ def worker() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # megatron-core 0.16 leaves the name undefined without TE
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        from megatron.core.datasets import utils
+
+        utils.compile_helpers = lambda: (
+            None
+        )  # an installed megatron-core brings them, and no Makefile that works
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -39,7 +39,8 @@ _MAX_GAP_NS = 3_000
 """Between kernels that are queued the GPU needs about a microsecond; a longer gap has another cause."""
 _BLOCKING = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"}
 _HOST_SLACK = 3.0
-"""A runtime call that takes so many times its usual time waits for the GPU (a full launch queue, a copy to pageable memory)."""
+"""A runtime call that takes so many times what its quickest tenth takes waits for the GPU (a full launch queue, where all
+but the first launches of an iteration may wait; a copy to pageable memory)."""
 
 _DTYPES = {
     "float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16",
@@ -308,7 +309,7 @@ def _host_ns(trace: Trace, ends_ns: int) -> float:
         else:
             times.setdefault(call.name, []).append(call.end_ns - call.start_ns)
     for took in times.values():
-        usual = float(np.median(took))
+        usual = float(np.quantile(took, 0.1))
         waited += sum(int(t - usual) for t in took if t > _HOST_SLACK * usual + 10_000)
     return float(max(0, total - waited))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -20,7 +20,8 @@ class InSituCosts(SteadyClock):
     Args:
         base: prices collectives, and ops that were not measured.
         cluster: host times.
-        measured: of the slices; an op that several ran costs their mean, by occurrences.
+        measured: of the slices. A program is priced by its own slice where it has one (GPUs differ, and clocks go with
+            what a rank does); otherwise an op that several slices ran costs their mean, by occurrences.
     """
 
     def __init__(self, base: CostModel, cluster: Cluster, measured: Iterable[Measured]) -> None:
@@ -30,6 +31,7 @@ class InSituCosts(SteadyClock):
         self.interference = base.interference
         self._gpus = sorted({m.gpu.name for m in measured if m.gpu.name})
         self.name = f"measured in the job's own slices on {', '.join(self._gpus) or 'a GPU'} + {base.name}"
+        self._of_rank = {one.rank: {_key(op.signature): op.ns for op in one.ops} for one in measured}
         totals: dict[tuple, tuple[float, int]] = {}
         for one in measured:
             for op in one.ops:
@@ -37,10 +39,15 @@ class InSituCosts(SteadyClock):
                 totals[_key(op.signature)] = (ns + op.ns * op.count, count + op.count)
         self._ns = {key: ns / count for key, (ns, count) in totals.items() if count}
         self._not_measured = 0
+        self._views: dict[int, tuple[list[OpSignature], _OfSlice]] = {}
 
     def price_op(self, signature: OpSignature) -> Price:
         """As measured; by the base model where no slice launched such an op."""
-        ns = self._ns.get(_key(signature))
+        return self.price_by(signature, {})
+
+    def price_by(self, signature: OpSignature, own: Mapping[tuple, float]) -> Price:
+        """The same, by the figures of one slice (key → ns) where it has them."""
+        ns = own.get(_key(signature)) or self._ns.get(_key(signature))
         if ns is None:
             self._not_measured += 1
             return self._base.price_op(signature)
@@ -59,12 +66,19 @@ class InSituCosts(SteadyClock):
         return self._base.price_comm(comm, ranks, rank)
 
     def settle(self, job: JobPrograms) -> None:
-        """The slices ran at the clocks of the job."""
+        """Find the slice of each program; it ran at the clocks of the job."""
+        for cls in job.classes:
+            own = self._of_rank.get(cls.representative)
+            if own is None or cls.exemplar.source == "derived":
+                continue
+            for program in (cls.exemplar, *cls.variants.values()):
+                table = program.signatures  # kept, so that its id is not reused
+                self._views.setdefault(id(table), (table, _OfSlice(self, own)))
 
     def in_state_of(self, signatures: list[OpSignature]) -> CostModel:
-        """The model itself."""
-        del signatures
-        return self
+        """The model by the slice whose program has this table."""
+        view = self._views.get(id(signatures))
+        return self if view is None else view[1]
 
     def assumptions(self) -> tuple[str, ...]:
         """What this model assumes."""
@@ -84,6 +98,28 @@ class InSituCosts(SteadyClock):
             return ()
         message = f"slices ran on {', '.join(others)}, the cluster has {target}: op times are those of the GPU that was there"
         return (Finding(kind="calibration", severity="warning", ranks="", phase="", message=message),)
+
+
+class _OfSlice(SteadyClock):
+    """The model for the program of one slice."""
+
+    def __init__(self, costs: InSituCosts, own: Mapping[tuple, float]) -> None:
+        self.name = costs.name
+        self.interference = costs.interference
+        self._costs = costs
+        self._own = own
+
+    def price_op(self, signature: OpSignature) -> Price:
+        """As this slice measured it."""
+        return self._costs.price_by(signature, self._own)
+
+    def price_comm(self, comm: CommSignature, ranks: tuple[int, ...], rank: int) -> Price:
+        """By the base model."""
+        return self._costs.price_comm(comm, ranks, rank)
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What this model assumes."""
+        return self._costs.assumptions()
 
 
 def _key(s: OpSignature) -> tuple:

@@ -50,6 +50,8 @@ from prism_plugins.program.model import (
     Phase,
 )
 
+_SHORT_NS = 50_000
+"""A pause between iterations that is shorter is no pause."""
 _NOTHING = contextlib.nullcontext()
 _NO_HOST = HostCounts(**dict.fromkeys(HostCounts.__struct_fields__, 0))
 
@@ -84,6 +86,7 @@ class GpuRecorder:
         self._profiler: Any = None
         self._traced: list[TracedIteration] = []
         self._begins: list[tuple[int, Any]] = []
+        self._ends: list[tuple[int, Any]] = []
         self._host_ns: dict[bool, dict[str, list[int]]] = {
             False: defaultdict(list),
             True: defaultdict(list),
@@ -139,13 +142,33 @@ class GpuRecorder:
         """An iteration ended."""
         self.recording = False
         if self._profiler is None:
+            self._ends.append((self._index, _timing_event()))
             return self._recorded(_events_of(self._marks), [])
         with record_function(END):
             pass
         torch.cuda.synchronize()
         traced = self._read_trace()
         self._traced.append(traced)
-        return self._recorded(traced.events, traced.initial)
+        return self._recorded(self._with_pause(traced.events), traced.initial)
+
+    def _with_pause(self, events: np.ndarray) -> np.ndarray:
+        """What lies between two iterations, at the end of one: the script waits for the GPU there (it logs a loss), and
+        the GPU for the script."""
+        pause_ns = round(self._between_ms() * 1e6)
+        if pause_ns < _SHORT_NS:
+            return events
+        rows = [(EventKind.DEVICE_SYNC, 0, 0, 0, 0), (EventKind.HOST, 0, 0, 0, pause_ns)]
+        return np.concatenate([events, np.array(rows, EVENT_DTYPE)])
+
+    def _between_ms(self) -> float:
+        """Median over the timed iterations."""
+        begins = dict(self._begins)
+        pauses = [
+            event.elapsed_time(begins[index + 1])
+            for index, event in self._ends
+            if index >= self.schedule.warm_up and index + 1 in begins
+        ]
+        return statistics.median(pauses) if pauses else 0.0
 
     def _recorded(self, events: np.ndarray, initial: list[Any]) -> RecordedIteration:
         return RecordedIteration(
@@ -158,9 +181,7 @@ class GpuRecorder:
         )
 
     def _mark_begin(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._begins.append((self._index, event))
+        self._begins.append((self._index, _timing_event()))
 
     def _end_timing(self) -> None:
         """The timed iterations are over: the begin of this one ends the last of them."""
@@ -402,6 +423,7 @@ class GpuRecorder:
             iteration_ms=timed,
             profiled_ms=spans,
             busy_ms=busy_ms,
+            between_ms=self._between_ms(),
             host_ms=host_profiled * host_ratio(self._host_ns[False], self._host_ns[True]),
             host_profiled_ms=host_profiled,
             scale=scale,
@@ -420,6 +442,12 @@ class GpuRecorder:
         for number in np.flatnonzero(count).tolist():
             mean = float(total[number] / count[number]) * scale
             yield MeasuredOp(self._table.signatures[number], mean, int(count[number]))
+
+
+def _timing_event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _new_profiler() -> Any:

@@ -62,6 +62,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Of the iterations that were traced, first to last kernel."""
     busy_ms: float = 0.0
     """Of a traced iteration: the GPU did something, answers of virtual peers included."""
+    between_ms: float = 0.0
+    """On the GPU, from the end of an iteration to the begin of the next: what the script logs and loads meanwhile."""
     host_ms: float = 0.0
     """What the host needs to issue an iteration, corrected for the profiler."""
     host_profiled_ms: float = 0.0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.costs.in_situ import InSituCosts
 from prism_plugins.costs.model import build_cost_model
+from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.measured import GpuState, Measured, MeasuredMemory, MeasuredOp
-from prism_plugins.program.model import CommSignature, OpSignature, TensorSpec
+from prism_plugins.program.model import EVENT_DTYPE, CommSignature, OpSignature, Program, TensorSpec
+from prism_plugins.world.layout import Layout
 
 X = TensorSpec("bfloat16", (1024, 1024))
 MM = OpSignature(op="aten::mm", inputs=(X, X))
@@ -52,3 +55,23 @@ def test_memory_that_torch_does_not_see_is_what_remains() -> None:
     memory = MeasuredMemory(used=10, context=2, reserved=5)
     assert memory.libraries == 3
     assert MeasuredMemory(used=0, context=2, reserved=5).libraries == 0
+
+
+def test_a_program_is_priced_by_its_own_slice() -> None:
+    model = costs()
+    tables = {rank: [MM, TRITON] for rank in (0, 1, 2)}
+    classes = []
+    for rank, source in ((0, "sliced"), (1, "sliced"), (2, "derived")):
+        program = Program(
+            rank=rank, events=np.empty(0, EVENT_DTYPE), signatures=tables[rank], comms=[], groups=[], phases=[], initial=[],
+            source=source,
+        )  # fmt: skip
+        classes.append(
+            RankClass(name=str(rank), ranks=np.array([rank]), representative=min(rank, 1), exemplar=program)
+        )
+    model.settle(JobPrograms(layout=Layout(world_size=3, dp=3), classes=tuple(classes)))
+    prices = [model.in_state_of(tables[rank]).price_op(MM).duration_ns for rank in (0, 1, 2)]
+    assert prices == [100.0, 200.0, pytest.approx(125.0)], "what was derived takes the mean"
+    assert model.in_state_of(tables[1]).price_op(TRITON).duration_ns == 7.0, (
+        "another slice's where its own has none"
+    )

@@ -192,6 +192,18 @@ def test_gaps_between_queued_kernels_belong_to_the_later_one() -> None:
     )
 
 
+def test_the_host_does_not_work_while_the_launch_queue_is_full() -> None:
+    def call(at: float, dur: float, name: str = "cudaLaunchKernel") -> dict:
+        return {"ph": "X", "cat": "cuda_runtime", "name": name, "tid": 1, "ts": at, "dur": dur, "args": {}}
+
+    quick = [call(100.0 * i, 5) for i in range(4)]
+    throttled = [call(1000.0 + 500 * i, 405) for i in range(16)]
+    sync = call(9000, 1000, "cudaStreamSynchronize")
+    trace = parse_trace(json.dumps({"traceEvents": [*quick, *throttled, sync]}).encode(), source="trace")
+    iteration = build_iteration(trace, marks=[], table=SignatureTable())
+    assert iteration.host_ns == pytest.approx(1e3 * (10_000 - 1000 - 16 * 400), rel=0.001)
+
+
 @pytest.mark.parametrize(
     "data",
     [
