@@ -278,7 +278,7 @@ def _memory_rows(trace: Trace, answers: _Intervals, known: dict[int, int], order
     """Allocations and releases. What is allocated while a call is answered is no part of the job."""
     rows: list[Any] = []
     next_id = len(known)
-    for change in trace.memory:
+    for change in sorted(trace.memory, key=lambda c: c.at_ns):  # a file is ordered by thread
         if change.nbytes > 0:
             if answers.cover_any(change.at_ns):
                 continue

@@ -42,6 +42,8 @@ class Interference(msgspec.Struct, frozen=True, kw_only=True):
     num_sms: int
     hbm_bytes_per_s: float
     """What HBM gives to all together, bytes/s."""
+    streams_share: bool = True
+    """Kernels of several streams slow each other down; False where their durations were measured side by side."""
 
 
 class CostModel(Protocol):

@@ -29,6 +29,8 @@ class InSituCosts(SteadyClock):
         self._base = base
         self._cluster = cluster
         self.interference = base.interference
+        if self.interference is not None:
+            self.interference = msgspec.structs.replace(self.interference, streams_share=False)
         self._gpus = sorted({m.gpu.name for m in measured if m.gpu.name})
         self.name = f"measured in the job's own slices on {', '.join(self._gpus) or 'a GPU'} + {base.name}"
         self._of_rank = {one.rank: {_key(op.signature): op.ns for op in one.ops} for one in measured}

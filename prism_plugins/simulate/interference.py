@@ -89,7 +89,9 @@ def apply(units: list[Unit], machine: Machine, model: Interference, total_ns: fl
             both = transfer_rate + run.memory_rate
             shared = np.where(both > hbm, 1 - hbm / np.maximum(both, 1e-30), 0.0)
             extra = run.arithmetic * lost.between(run.start, run.end) + (1 - run.arithmetic) * shared * beside
-            extra = np.where(length > 0, extra + crowd.between(run.start, run.end), 0.0)
+            if model.streams_share:
+                extra = extra + crowd.between(run.start, run.end)
+            extra = np.where(length > 0, extra, 0.0)
             added += float(extra.sum())
             new.append(recut(unit.stretch, run.items, 1 + extra / np.maximum(length, 1e-30)))
         if added > 0:
