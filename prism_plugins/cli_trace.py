@@ -20,6 +20,7 @@ Write the predicted timeline, of sliced and of inferred ranks alike:
   perfetto     RUN/trace.pftrace, all ranks by phase with flows between them, the chosen ones op by op, with counters of
                memory and NIC use: open it in https://ui.perfetto.dev
   chakra       RUN/chakra/rank<N>.et, execution traces of MLCommons Chakra (schema 1.0.0)
+  memory       RUN/memory/rank<N>.pickle, every allocation of an iteration: open it in https://pytorch.org/memory_viz
   tensorboard  RUN/tensorboard, scalars under Megatron-LM's own names; no ranks"""
 
 _EPILOG = """\
@@ -33,7 +34,7 @@ with Holistic Trace Analysis:
   from hta.trace_analysis import TraceAnalysis
   TraceAnalysis(trace_dir="RUN/kineto").get_temporal_breakdown()"""
 
-FORMATS = ("kineto", "perfetto", "chakra", "tensorboard")
+FORMATS = ("kineto", "perfetto", "chakra", "memory", "tensorboard")
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write them; one path a line."""
     rundir = open_run(arguments.run_directory)
     world_size = rundir.read_info().job.options.world_size
-    if arguments.ranks is None and arguments.format in ("kineto", "chakra"):
+    if arguments.ranks is None and arguments.format in ("kineto", "chakra", "memory"):
         raise PrismError("--ranks is needed: ranks such as 0-15,512, or all")
     try:
         ranks = parse_ranks(arguments.ranks, world_size=world_size) if arguments.ranks else ()
@@ -68,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         _perfetto(rundir, view, ranks)
     elif arguments.format == "chakra":
         _chakra(rundir, view, ranks)
+    elif arguments.format == "memory":
+        _memory(rundir, view, ranks)
     else:
         for rank in ranks:
             for path in write_traces(rundir, view, [rank]):
@@ -94,6 +97,15 @@ def _chakra(rundir: RunDir, view: JobView, ranks) -> None:
         path = rundir.chakra / f"rank{rank}.et"
         program, times = view.timed_program(rank)
         write_chakra(path, program, times, view.costs)
+        _say(f"{path}")
+
+
+def _memory(rundir: RunDir, view: JobView, ranks) -> None:
+    from prism_plugins.emit.memory_snapshot import write_snapshot
+
+    for rank in ranks:
+        path = rundir.path / "memory" / f"rank{rank}.pickle"
+        write_snapshot(path, *view.timed_program(rank))
         _say(f"{path}")
 
 

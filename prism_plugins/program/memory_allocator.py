@@ -60,6 +60,16 @@ class CachingAllocator:
         """End of a free block → its address."""
         self._next_segment = LARGE_SEGMENT_BYTES
 
+    @property
+    def live(self) -> dict[int, tuple[int, int, int]]:
+        """Live blocks: ordinal → (address, bytes, 2 x stream + 1 in the small pool)."""
+        return self._live
+
+    @property
+    def free_blocks(self) -> dict[int, int]:
+        """Free blocks: address → bytes."""
+        return self._free_at
+
     def run(
         self,
         sizes: np.ndarray,
