@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prism_plugins.emit.prediction_json import read_prediction
 from prism_plugins.errors import PrismError
-from prism_plugins.options import Job
+from prism_plugins.options import TABLE, Job
 from prism_plugins.program.prediction import Prediction
 from prism_plugins.rundir import RunDir
 from prism_plugins.tune.compose import Estimate
@@ -42,6 +42,13 @@ def emulation_command(job: Job, argv: Sequence[str], *, cluster: Path, out: Path
     return [sys.executable, "-m", "prism_plugins.run", "--prism-emulate", *flags, *module, *argv]
 
 
+def alone(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an emulation: the only process of its launch, options by its command line alone."""
+    options = {option.env for option in TABLE}
+    kept = {name: value for name, value in environ.items() if name not in options}
+    return kept | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
 def finished_prediction(out: Path) -> Prediction | None:
     """The prediction of a run directory that came to its end, None otherwise."""
     with contextlib.suppress(PrismError):
@@ -67,6 +74,7 @@ def emulate(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            env=alone(os.environ),
             start_new_session=True,
         )
     try:

@@ -96,6 +96,11 @@ class Search:
         self._lowest_pruned_ms = float("inf")
         """Smallest bound of a point that was left out as slower."""
 
+    @property
+    def composed(self) -> tuple[Candidate, ...]:
+        """Every layout that was composed, whether it fits or not."""
+        return tuple(self._composed.values())
+
     def run(self) -> TuneResult:
         """Search until done, the budget is over or somebody interrupts. Raises :class:`PrismError` when nothing can be
         found (no layout is legal, none fits, the budget was too short for the first one)."""
@@ -363,14 +368,9 @@ class Search:
 
     def _missed(self, space: Space, point: Point, memory_bytes: int, source: str) -> None:
         closest = self.result.closest_miss
-        if (
-            closest is None
-            or (closest.source, memory_bytes) < (source, closest.memory_bytes)
-            or (closest.source == source and memory_bytes < closest.memory_bytes)
-        ):
+        if closest is None or memory_bytes < closest.memory_bytes:
             knobs = {knob.name: value for knob, value in zip(space.knobs, point.values, strict=True)}
-            if closest is None or closest.source == "bound" or source == "composed":
-                self.result.closest_miss = Miss(knobs=knobs, memory_bytes=memory_bytes, source=source)
+            self.result.closest_miss = Miss(knobs=knobs, memory_bytes=memory_bytes, source=source)
 
     # ── sensitivity ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -427,16 +427,18 @@ class Search:
         )
         done = 0
         tried: set[Point] = set()
-        while (settings.everything or done < settings.emulations) and time.monotonic() < self._deadline:
+        everything = settings.everything and settings.emulations > 0
+        while (everything or done < settings.emulations) and time.monotonic() < self._deadline:
             order = [p for p in self._order() if p not in tried]
-            if not order or (self._is_proven(order) and not settings.everything):
+            if not order or (self._is_proven(order) and not everything):
                 break
-            most = executor.width if settings.everything else min(executor.width, settings.emulations - done)
+            most = executor.width if everything else min(executor.width, settings.emulations - done)
             batch = order[:most]
             tried.update(batch)
             self._emulate(space, batch, executor)
             done += len(batch)
-        if space.own in self._composed and space.own not in tried and time.monotonic() < self._deadline:
+        waits = settings.own and space.own in self._composed and space.own not in tried
+        if waits and time.monotonic() < self._deadline:
             tried.add(space.own)
             self._emulate(space, [space.own], executor)
         self.result.proven = bool(tried) and self._is_proven([p for p in self._order() if p not in tried])
@@ -551,11 +553,11 @@ class Search:
     def _check_found(self) -> None:
         """Raise :class:`PrismError` when there is no layout to show."""
         result = self.result
-        if result.candidates:
+        if result.candidates or (self._settings.everything and self._composed):
             return
         if time.monotonic() > self._deadline and result.counts.left:
             raise PrismError(
-                f"the budget of {self._settings.budget_s:.0f} s was over before a layout was composed; give more, the "
+                f"the budget of {self._settings.budget_s:g} s was over before a layout was composed; give more, the "
                 f"search goes on where it stopped ({self._dir.path})"
             )
         if result.closest_miss is not None:

@@ -21,6 +21,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 1
     """Emulations at a time, with an executor that has other machines."""
     slurm: tuple[str, ...] = ()
+    own: bool = True
+    """Emulate the launch's own layout as well."""
     everything: bool = False
     """Compose and emulate every legal layout that may fit: to check the search itself."""
     out: str = ""

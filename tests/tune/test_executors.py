@@ -9,6 +9,8 @@ import pytest
 
 from prism_plugins.errors import PrismError
 from prism_plugins.options import Job, Options
+from prism_plugins.physical import launch_from_environment, led_elsewhere
+from prism_plugins.tune.emulate import alone
 from prism_plugins.tune.executors import Task, make_executor
 
 
@@ -26,6 +28,15 @@ def test_a_missing_package_is_one_line(name: str, tmp_path: Path, monkeypatch) -
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(PrismError, match=f"pip install {name}"):
         executor_of(name, tmp_path)
+
+
+def test_an_emulation_is_a_launch_of_its_own() -> None:
+    environ = {"PRISM_TUNE": "10m", "PRISM_WORLD_SIZE": "8", "PATH": "/bin", "RANK": "1", "WORLD_SIZE": "2"}
+    kept = alone(environ)
+    assert kept["PATH"] == "/bin"
+    assert not [name for name in kept if name.startswith("PRISM_")]
+    assert launch_from_environment(kept).world == 1
+    assert led_elsewhere({**kept, "SLURM_PROCID": "3"}) is None
 
 
 def test_what_an_emulation_says_reaches_the_search(tmp_path: Path) -> None:
