@@ -67,6 +67,28 @@ def test_summary_and_files(job):
         assert line in text
 
 
+def test_what_it_says_about_itself(job):
+    """Expected error or why there is none, what to change first, the report and the trace of all ranks."""
+    rundir, text = job
+    prediction = read_prediction(rundir.prediction)
+    assert prediction.expected_error.fraction is not None or prediction.expected_error.basis
+    assert {"tp", "dp", "pp"} <= prediction.exposed_communication_ms.keys()
+    assert prediction.opportunities
+    for opportunity in prediction.opportunities:
+        assert 0 < opportunity.gain_ms < prediction.iteration_time_ms
+        assert opportunity.what in text or opportunity not in prediction.opportunities[:3]
+    report = rundir.report.read_text()
+    assert report.count("<svg") >= 6
+    assert "stage 1" in report
+    protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    trace = protos.Trace.FromString(gzip.decompress(rundir.trace.read_bytes()))
+    processes = [p for p in trace.packet if p.track_descriptor.HasField("process")]
+    assert len(processes) == 8
+    last = max(p.timestamp for p in trace.packet if p.HasField("track_event"))
+    assert last <= 1e6 * prediction.iteration_time_ms + 1
+    assert (rundir.path / "trace.pftrace").name in text
+
+
 def test_ops_of_a_rank_no_slice_ran(job):
     rundir, _ = job
     sliced = rundir.read_info().slices
