@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from prism_plugins.device.library import call
+from prism_plugins.device.library import call, is_loaded
 
 CUDA_DEVICE_TYPE = 1
 """``c10::DeviceType::CUDA``."""
@@ -88,6 +88,8 @@ class CudaEventBase(torch.Event):
 
 
 def record_id(event: torch.cuda.Event) -> int:
-    """Id of the event's last record, the ``ref`` of its EVENT_RECORD; 0 until it is recorded."""
+    """Id of the event's last record, the ``ref`` of its EVENT_RECORD; 0 until it is recorded, and on a real GPU."""
+    if not is_loaded():
+        return 0
     handle = event.cuda_event
     return call("event_record", handle) if handle else 0

@@ -126,7 +126,7 @@ class GpuRecorder:
             self._warm_profiler()
         if self._index == self.schedule.warm_up:
             self.sensors.watch()
-        if self.schedule.is_traced(self._index):
+        if self.schedule.is_traced(self._index) and not self.has_program:
             self._end_timing()
             torch.cuda.synchronize()
             self._follow_events()
@@ -392,6 +392,7 @@ class GpuRecorder:
             synthesized_reads={},
             no_cpu_kernel={},
             no_meta_kernel={},
+            dropped={},
             host=_NO_HOST,
         )
 
@@ -404,7 +405,8 @@ class GpuRecorder:
 
     def measured(self, rank: int) -> Measured:
         """Everything this slice measured. Call when :attr:`has_program`."""
-        starts = [event for index, event in self._begins if index >= self.schedule.warm_up]
+        first, last = self.schedule.warm_up, self.schedule.warm_up + self.schedule.timed
+        starts = [event for index, event in self._begins if first <= index <= last]
         timed = tuple(a.elapsed_time(b) for a, b in itertools.pairwise(starts))
         spans = tuple(t.span_ns / 1e6 for t in self._traced)
         busy_ms = statistics.mean(t.busy_ns for t in self._traced) / 1e6

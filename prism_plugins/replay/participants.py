@@ -68,9 +68,9 @@ class ReplayRecorder(GpuRecorder):
         self._last_work = -1
 
     @classmethod
-    def of_plan(cls, path: Path, *, iterations: int) -> ReplayRecorder:
+    def of_plan(cls, path: Path, *, iterations: int, timer: DeviceTimer | None = None) -> ReplayRecorder:
         """The recorder for a plan file. Raises FileFormatError for a file that is none."""
-        return cls(read_json(path, ReplayPlan), iterations=iterations, work_dir=path.parent)
+        return cls(read_json(path, ReplayPlan), iterations=iterations, work_dir=path.parent, timer=timer)
 
     @property
     def has_program(self) -> bool:
