@@ -94,7 +94,7 @@ class TuneResult(msgspec.Struct, kw_only=True):
     own: Candidate | None = None
     """The user's launch."""
     candidates: tuple[Candidate, ...] = ()
-    """Those that fit, fastest first, emulated ones before composed ones of the same time."""
+    """Those that fit: the fastest emulated one, then all others by time."""
     counts: Counts = msgspec.field(default_factory=Counts)
     closest_miss: Miss | None = None
     composition_error: float | None = None

@@ -273,8 +273,8 @@ class Search:
         ):
             self._progress.probed()
         for key, probes in missing.items():
-            if probes:
-                self._kinds[key] = self._measured(probes, self._kinds.get(base_of[key]))
+            if probes and (found := self._measured(probes, self._kinds.get(base_of[key]))) is not None:
+                self._kinds[key] = found
 
     def _probed(self, name: str) -> tuple[SliceReport, SliceDir] | None:
         folder = SliceDir(self._dir.path / "probes" / name)
@@ -285,13 +285,13 @@ class Search:
         except PrismError:
             return None
 
-    def _measured(self, probes: list[Probe], base: LayerCosts | str | None) -> LayerCosts | str:
-        """The costs of a kind of layer from its probes, or why there are none."""
+    def _measured(self, probes: list[Probe], base: LayerCosts | str | None) -> LayerCosts | str | None:
+        """The costs of a kind of layer from its probes, or why there are none; None where the budget was over before."""
         programs, facts, last = [], None, None
         for probe in sorted(probes, key=lambda p: p.layers):
             ended = self._probed(_digest(probe.command))
             if ended is None:
-                return "the budget was over before its reduced slices had run"
+                return None
             last, folder = ended
             if last.status != "ok" or last.facts is None:
                 return last.message or "its reduced slice told no layout"
@@ -305,7 +305,7 @@ class Search:
         try:
             if len(programs) == 1:
                 if not isinstance(base, LayerCosts):
-                    return base or "its plain layers were not sliced"
+                    return base
                 return other_kind(base, reduce_other(programs[0], facts, self._costs))
             one = programs[0]
             nvls = frozenset(one.groups[g].desc or one.groups[g].name for g in nvls_groups(one, self._costs))
@@ -340,7 +340,10 @@ class Search:
         counts = self.result.counts
         kinds: dict[str, LayerCosts] = {}
         for probe in space.probes(item.point):
-            costs = self._kinds.get(_kind_key(probe), "not sliced")
+            costs = self._kinds.get(_kind_key(probe))
+            if costs is None:  # the budget was over
+                counts.left += 1
+                return
             if isinstance(costs, str):
                 self._illegal[f"its reduced job does not run: {costs}"] += 1
                 counts.legal -= 1
@@ -511,12 +514,10 @@ class Search:
         """The best layouts again, their slices on a real GPU."""
         options = msgspec.structs.replace(self._job.options, device="cuda", jobs=1)
         job = msgspec.structs.replace(self._job, options=options)
-        fitting = [(point, c) for point, c in self._composed.items() if c in self._fitting()]
-        fitting.sort(
-            key=lambda item: (item[1].emulated is None, item[1].best.iteration_ms if item[1].best else 0.0)
-        )
-        for point, _ in fitting[: self._settings.verify]:
-            candidate, command = self._composed[point], space.command(point)
+        points = {id(c): point for point, c in self._composed.items()}
+        for candidate in self._fitting()[: self._settings.verify]:
+            point = points[id(candidate)]
+            command = space.command(point)
             self._progress.stage(f"running slices of {describe(candidate.knobs)} on the GPU")
             found = emulate(
                 job,
@@ -539,9 +540,9 @@ class Search:
         if self._is_side:
             return
         result = self.result
-        result.candidates = tuple(
-            sorted(self._fitting(), key=lambda c: (c.emulated is None, c.best.iteration_ms if c.best else 0))
-        )
+        fitting = self._fitting()
+        judged = next((c for c in fitting if c.emulated), None)
+        result.candidates = tuple(sorted(fitting, key=lambda c: judged is not None and c is not judged))
         own = [c for c in self._composed.values() if not c.arguments]
         result.own = own[0] if own else None
         result.counts.illegal = dict(self._illegal.most_common(_MAX_ILLEGAL_REASONS))
