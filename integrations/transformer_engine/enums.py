@@ -15,9 +15,9 @@ def make_enums(interface: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """The enum classes by name; the last ones made are those that :func:`enum_value` knows."""
     _ENUMS.clear()
     for name, values in interface.items():
-        _ENUMS[name] = (
-            DType if name == "DType" else enum.IntEnum(name, [(value, i) for i, value in enumerate(values)])
-        )
+        # DType leaves numbers out; others count from zero.
+        numbered = [(v, int(DType[v]) if name == "DType" else i) for i, v in enumerate(values)]
+        _ENUMS[name] = enum.IntEnum(name, numbered)
     return dict(_ENUMS)
 
 
