@@ -188,7 +188,8 @@ def _of_rank(view: JobView, real: RealRank, run: RealRun, limit: int) -> Rendera
         parts.append(
             Text(
                 "\n".join(
-                    f"  {_name(r.key)}: off by {r.delta_ms:+.2f} ms, {r.provenance}" for r in worst[:limit]
+                    f"  {_name(r.key)}: price off by {r.price_error_ms:+.2f} ms, {r.provenance}"
+                    for r in worst[:limit]
                 )
             )
         )
@@ -232,7 +233,7 @@ def _rows(title: str, rows: Sequence[Row], limit: int, total_ms: float) -> Itera
             f"{row.delta_ms:+,.2f} ms",
             f"{100 * row.delta_ms / max(total_ms, 1e-9):+.1f} %",
             _calls(row.predicted, row.real),
-            row.provenance,
+            row.provenance + (f", {row.alone_ms:,.2f} ms alone" if row.stretched else ""),
         )
     yield table
     if len(rows) > limit:

@@ -27,6 +27,8 @@ class PredictedOp(msgspec.Struct, kw_only=True):
 
     calls: int = 0
     ms: float = 0.0
+    alone_ms: float = 0.0
+    """As priced, before what overlapping kernels and collectives cost each other."""
     provenance: str = ""
     signatures: list[OpSignature] = []
 
@@ -37,6 +39,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     key: OpKey
     predicted: OpTotal | None
     real: OpTotal | None
+    alone_ms: float = 0.0
+    """Predicted, without what overlap costs; 0 for communication."""
     provenance: str = ""
     by_name: bool = False
     """Shapes did not match: all that is left of this name, together."""
@@ -45,6 +49,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     def delta_ms(self) -> float:
         """Predicted less real."""
         return (self.predicted.ms if self.predicted else 0.0) - (self.real.ms if self.real else 0.0)
+
+    @property
+    def price_error_ms(self) -> float:
+        """What was priced less real: the part of the difference that a measurement of the op mends."""
+        return self.alone_ms - (self.real.ms if self.real else 0.0)
+
+    @property
+    def stretched(self) -> bool:
+        """Whether overlap made it longer than priced by more than a tenth."""
+        return self.predicted is not None and self.predicted.ms > (1 + WRONG_BY) * self.alone_ms > 0
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,13 +90,14 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def to_measure(self) -> list[Row]:
         """Matched ops whose price is wrong enough to matter, the one with most wrong time first."""
         least = MATTERS_FROM * self.real_ms
-        return [
+        wrong = [
             row
             for row in self.matched()
             if not row.key.group
-            and abs(row.delta_ms) > least
-            and abs(row.delta_ms) > WRONG_BY * (row.real.ms if row.real else 0.0)
+            and abs(row.price_error_ms) > least
+            and abs(row.price_error_ms) > WRONG_BY * (row.real.ms if row.real else 0.0)
         ]
+        return sorted(wrong, key=lambda row: -abs(row.price_error_ms))
 
 
 def predicted_ops(program: Program, spans: DeviceSpans, costs: CostModel) -> dict[OpKey, PredictedOp]:
@@ -100,7 +115,9 @@ def predicted_ops(program: Program, spans: DeviceSpans, costs: CostModel) -> dic
         op = found.setdefault(_key(signature), PredictedOp(signatures=[]))
         op.calls += int(calls[ref])
         op.ms += float(total[ref])
-        op.provenance = model.price_op(signature).provenance
+        price = model.price_op(signature)
+        op.alone_ms += int(calls[ref]) * price.duration_ns / 1e6
+        op.provenance = price.provenance
         op.signatures.append(signature)
     for i in np.flatnonzero(~kernels).tolist():
         comms = [program.comms[r] for r in events["ref"][spans.members.get(i, spans.row[i : i + 1])].tolist()]
@@ -204,6 +221,7 @@ def _match(mine: Mapping[OpKey, PredictedOp], theirs: Mapping[OpKey, OpTotal]) -
                 key=key,
                 predicted=OpTotal(calls=predicted.calls, ms=predicted.ms),
                 real=left_real.pop(key),
+                alone_ms=predicted.alone_ms,
                 provenance=predicted.provenance,
             )
         )
@@ -216,6 +234,7 @@ def _match(mine: Mapping[OpKey, PredictedOp], theirs: Mapping[OpKey, OpTotal]) -
                 key=alone[0] if len(alone) == 1 else name,
                 predicted=_sum([*ops.values()]),
                 real=_sum([*totals.values()]),
+                alone_ms=sum(op.alone_ms for op in ops.values()),
                 provenance=", ".join(sorted({op.provenance for op in ops.values()})),
                 by_name=len(alone) > 1,
             )
