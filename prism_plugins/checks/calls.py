@@ -90,6 +90,9 @@ def call_text(comm: CommSignature) -> str:
     what = describe((agreement(comm),))
     if comm.kind in P2P:
         what = f"{comm.kind} of {max(comm.in_numel, comm.out_numel)} {comm.dtype}"
+    elif comm.kind == "all_to_all":
+        uneven = " in uneven shares" if comm.send_splits or comm.recv_splits else ""
+        what = f"all_to_all of {comm.in_numel} {comm.dtype}{uneven}"
     if comm.reduce_op not in ("", "SUM"):
         what += f" ({comm.reduce_op})"
     return what + (f" at {comm.site}" if comm.site else "")

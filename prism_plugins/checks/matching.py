@@ -115,29 +115,39 @@ def _within(shorter: np.ndarray, longer: np.ndarray) -> bool:
 
 
 def _splits(job: JobCalls, sides: list[tuple[int, str, Calls]]) -> Iterator[Finding]:
-    """Uneven all_to_alls: what one member sends to another is what that one expects of it. Compared between the first
-    ranks of the cells, for the first call in which they differ."""
-    for a, b in permutations(sides, 2):
-        one, two = job.cells[a[0]], job.cells[b[0]]
-        for at, (i, j) in enumerate(zip(a[2].comm.tolist(), b[2].comm.tolist(), strict=True)):
-            send, recv = one.program.comms[i], two.program.comms[j]
-            ranks = one.program.groups[send.group].ranks
-            if not (send.send_splits and recv.recv_splits) or ranks != two.program.groups[recv.group].ranks:
+    """all_to_all: what one member sends to another is what that one expects of it. Compared between the first ranks of
+    the cells, up to the first call in which two differ."""
+    first = job.cells[sides[0][0]].program
+    if not any(first.comms[i].kind == "all_to_all" for i in np.unique(sides[0][2].comm).tolist()):
+        return
+    for (cell_a, _, a), (cell_b, _, b) in permutations(sides, 2):
+        one, two = job.cells[cell_a], job.cells[cell_b]
+        _, places = np.unique(np.stack((a.comm, b.comm)), axis=1, return_index=True)
+        for at in sorted(places.tolist()):
+            sent, received = one.program.comms[int(a.comm[at])], two.program.comms[int(b.comm[at])]
+            ranks = one.program.groups[sent.group].ranks
+            if sent.kind != "all_to_all" or ranks != two.program.groups[received.group].ranks:
                 continue
             sender, receiver = ranks.index(one.program.rank), ranks.index(two.program.rank)
-            given, expected = send.send_splits[receiver], recv.recv_splits[sender]
+            given = _share(sent.send_splits, sent.in_numel, receiver, len(ranks))
+            expected = _share(received.recv_splits, received.out_numel, sender, len(ranks))
             if given != expected:
                 yield Finding(
                     kind="message_size",
                     severity="error",
                     ranks=compact_ranks((one.program.rank, two.program.rank)),
-                    phase=_phase(one, a[2], at),
+                    phase=_phase(one, a, at),
                     message=(
-                        f"in group {one.group_text(i)}, call {at}: rank {one.program.rank} gives rank {two.program.rank} {given} "
-                        f"elements in {_text(one, a[2], at)}, which expects {expected} of it in {_text(two, b[2], at)}"
+                        f"in group {one.group_text(int(a.comm[at]))}, call {at}: rank {one.program.rank} gives rank "
+                        f"{two.program.rank} {given} elements in {_text(one, a, at)}, which expects {expected} of it in "
+                        f"{_text(two, b, at)}"
                     ),
                 )
                 return
+
+
+def _share(splits: tuple[int, ...], numel: int, member: int, size: int) -> int:
+    return splits[member] if splits else numel // size
 
 
 def _missing(

@@ -14,13 +14,14 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 def agreement(comm: CommSignature) -> tuple:
-    """What all members of a call must agree on."""
+    """What all members of a call must agree on. Shares of an all_to_all are a matter of pairs of members, and even on one
+    member where they are uneven on another: :mod:`prism_plugins.checks.matching` compares them."""
     if comm.kind in P2P:
         return ("message", comm.nbytes)
     if comm.kind == "barrier":
         return ("barrier",)
     if comm.kind == "all_to_all":
-        return ("all_to_all", 0 if comm.send_splits or comm.recv_splits else comm.nbytes)
+        return ("all_to_all", comm.dtype)
     if comm.kind == "gather":
         size, root = comm.in_numel, comm.peer
     elif comm.kind == "scatter":
@@ -40,7 +41,7 @@ def describe(what: Iterable[tuple]) -> str:
             root = f" from member {part[3]}" if part[3] >= 0 else ""
             texts.append(f"{part[0]} of {part[1]} {part[2]}{root}")
         elif len(part) == 2:
-            texts.append(f"{part[0]} of {part[1]} bytes" if part[1] else f"{part[0]} with uneven splits")
+            texts.append(f"{part[0]} of {part[1]}")
         else:
             texts.append(str(part[0]))
     return " + ".join(texts[:3]) + (f" + {len(texts) - 3} more" if len(texts) > 3 else "")

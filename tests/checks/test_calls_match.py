@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from builders import Builder, collective, message, one_class_per_rank, random_programs
+from builders import Builder, TableCosts, collective, message, one_class_per_rank, random_programs
 
 from prism_plugins.checks.calls import calls_of_job
 from prism_plugins.checks.matching import matching_findings
@@ -13,6 +13,7 @@ from prism_plugins.checks.ordering import ordering_findings
 from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.model import CommSignature
 from prism_plugins.program.prediction import Finding
+from prism_plugins.simulate.engine import Simulation
 from prism_plugins.world.layout import Layout
 
 WORLD = (0, 1, 2, 3)
@@ -104,23 +105,44 @@ def test_a_message_without_receive_and_one_of_another_size() -> None:
     assert "ranks 3 have no receive for it" in kinds["unmatched_message"].message
 
 
-def test_shares_of_an_all_to_all_that_do_not_fit() -> None:
+def exchange(b: Builder, group: int, send: list[int], recv: list[int]) -> None:
+    """As torch records it: no splits where all shares are equal."""
+    b.comm(
+        CommSignature(
+            kind="all_to_all", group=group, dtype="float32", in_numel=sum(send), out_numel=sum(recv),
+            send_splits=tuple(send) if len(set(send)) > 1 else (), recv_splits=tuple(recv) if len(set(recv)) > 1 else (),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_shares_of_an_all_to_all(wrong: bool) -> None:
+    """Uneven between two ranks, even between the others; one expects a share from the wrong rank."""
     builders, groups = four()
     for b, g in zip(builders, groups, strict=True):
-        send = (8, 9, 8, 8) if b.rank == 0 else (8, 8, 8, 8)
+        send = [9 if (b.rank, peer) == (0, 1) else 8 for peer in WORLD]
         recv = [9 if (b.rank, peer) == (1, 0) else 8 for peer in WORLD]
-        if b.rank == 1:
+        if wrong and b.rank == 1:
             recv[0], recv[2] = recv[2], recv[0]
-        b.comm(
-            CommSignature(
-                kind="all_to_all", group=g, dtype="float32", in_numel=sum(send), out_numel=sum(recv),
-                send_splits=send, recv_splits=tuple(recv),
-            )
-        )  # fmt: skip
-    (finding,) = found(builders)
+        exchange(b, g, send, recv)
+    job = one_class_per_rank({b.rank: b.program() for b in builders})
+    assert Simulation(job, TableCosts()).timeline.iteration_time_ns > 0
+    findings = found(builders)
+    if not wrong:
+        assert findings == []
+        return
+    (finding,) = findings
     assert finding.kind == "message_size"
     assert "rank 0 gives rank 1 9 elements" in finding.message
     assert "which expects 8 of it" in finding.message
+
+
+def test_even_all_to_alls_of_different_sizes() -> None:
+    builders, groups = four()
+    for b, g in zip(builders, groups, strict=True):
+        exchange(b, g, [8 + (b.rank == 2)] * 4, [8 + (b.rank == 2)] * 4)
+    (finding,) = found(builders)
+    assert "rank 0 gives rank 2 8 elements" in finding.message
 
 
 def test_communicators_in_different_order_are_a_warning() -> None:
