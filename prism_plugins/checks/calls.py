@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from prism_plugins.costs.base import Price
-from prism_plugins.program.calls import P2P, agreement, describe, phase_at
+from prism_plugins.program.calls import P2P, agreement, communication_digest, describe, phase_at
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.model import CommSignature, Program
 from prism_plugins.simulate.compile import CommOps, comm_ops
@@ -107,6 +107,7 @@ def few(ranks: tuple[int, ...] | list[int] | np.ndarray) -> str:
 
 def calls_of_job(job: JobPrograms) -> JobCalls:
     """Arrange the calls of all ranks. Never raises for what is wrong with them."""
+    job = _distinct(job)
     sources = [ClassSource(job, index) for index in range(len(job.classes))]
     world = survey(job, sources, _NoPrices(), attendance=False)
     quotient = refine(sources, world, with_variants=True)
@@ -116,6 +117,23 @@ def calls_of_job(job: JobPrograms) -> JobCalls:
         program = sources[cell.class_index].branch(int(cell.ranks[0]), 0)
         cells.append(_cell_calls(quotient, cell.index, cell.ranks, program, keys))
     return JobCalls(quotient=quotient, world=world, cells=tuple(cells), keys=tuple(keys))
+
+
+def _distinct(job: JobPrograms) -> JobPrograms:
+    """The job without variants that call what their class's exemplar calls: most differ in their optimizer's kernels."""
+    classes = []
+    for cls in job.classes:
+        usual = communication_digest(cls.exemplar)
+        keys = set(cls.variant_of.values())
+        different = {key for key in keys if communication_digest(cls.variants[key]) != usual}
+        classes.append(
+            msgspec.structs.replace(
+                cls,
+                variants={key: cls.variants[key] for key in different},
+                variant_of={rank: key for rank, key in cls.variant_of.items() if key in different},
+            )
+        )
+    return msgspec.structs.replace(job, classes=tuple(classes))
 
 
 class _NoPrices:

@@ -21,28 +21,45 @@ _MAX_FINDINGS = 8
 def ordering_findings(job: JobCalls) -> list[Finding]:
     """A warning for each pair of communicators that ranks use in different orders. For jobs whose calls match."""
     found: dict[tuple, Finding] = {}
-    groups_of_cell = [_groups(cell) for cell in job.cells]
-    members: dict[int, frozenset[int]] = {}
-    for index, cell in enumerate(job.cells):
-        for g, h in combinations(sorted(groups_of_cell[index]), 2):
-            ranks_g, ranks_h = (
-                members.setdefault(id(ranks), frozenset(ranks))
-                for ranks in (cell.program.groups[g].ranks, cell.program.groups[h].ranks)
-            )
-            shared = np.array(sorted(ranks_g & ranks_h), dtype=np.int64)
+    kind_of, heads = _kinds(job)
+    shared_by: dict[tuple[int, int], np.ndarray] = {}
+    for index in heads:
+        cell = job.cells[index]
+        for g, h in combinations(sorted(_groups(cell)), 2):
+            ranks_g, ranks_h = cell.program.groups[g].ranks, cell.program.groups[h].ranks
+            shared = shared_by.get((id(ranks_g), id(ranks_h)))
+            if shared is None:
+                shared = np.intersect1d(np.array(ranks_g), np.array(ranks_h))
+                shared_by[id(ranks_g), id(ranks_h)] = shared
             if len(shared) < 2:
                 continue
             pair = tuple(job.quotient.communicator[index, x] for x in (g, h))
             key = tuple(sorted(pair))
-            others = np.unique(job.quotient.cell_of_rank[shared]).tolist()
-            for other in others if key not in found else ():
-                finding = None if other == index else _compare(job, (index, other), pair, shared)
+            others = np.unique(job.quotient.cell_of_rank[shared])
+            _, first = np.unique(kind_of[others], return_index=True)
+            for other in others[first].tolist() if key not in found else ():
+                if kind_of[other] == kind_of[index]:
+                    continue
+                finding = _compare(job, (index, other), pair, shared)
                 if finding is not None:
                     found[key] = finding
                     break
             if len(found) >= _MAX_FINDINGS:
                 return list(found.values())
     return list(found.values())
+
+
+def _kinds(job: JobCalls) -> tuple[np.ndarray, list[int]]:
+    """(kind of each cell, a cell of each kind): cells of a class with the same order of groups are of one kind."""
+    numbers: dict[tuple, int] = {}
+    kind_of = np.zeros(len(job.cells), dtype=np.int64)
+    for index, cell in enumerate(job.cells):
+        group = np.array([comm.group for comm in cell.program.comms], dtype=np.int64)
+        order = group[cell.ops.comm].tobytes() if len(cell.ops) else b""
+        key = (job.quotient.cells[index].class_index, order)
+        kind_of[index] = numbers.setdefault(key, len(numbers))
+    _, heads = np.unique(kind_of, return_index=True)
+    return kind_of, heads.tolist()
 
 
 def _groups(cell: CellCalls) -> set[int]:
