@@ -16,8 +16,10 @@ from transformers import GPTJConfig, GPTJForCausalLM, LlamaConfig, LlamaForCausa
 
 GIB = 2**30
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(use_cache=False)),  # 7B: 4096 x 32 layers, vocabulary 32000
-    "gptj": lambda: GPTJForCausalLM(GPTJConfig(use_cache=False)),  # GPT-J-6B
+    "llama": lambda attn: LlamaForCausalLM(
+        LlamaConfig(use_cache=False, attn_implementation=attn)
+    ),  # 7B: 4096 x 32 layers, vocabulary 32000
+    "gptj": lambda attn: GPTJForCausalLM(GPTJConfig(use_cache=False, attn_implementation=attn)),  # GPT-J-6B
 }
 
 
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--empty-cache", action="store_true", help="give unused memory back before each step")
+    parser.add_argument("--attention", help="e.g. eager; default: as transformers chooses")
     parser.add_argument("--steps", type=int, default=4)
     args = parser.parse_args()
     zero = {"stage": 3}
@@ -51,7 +54,7 @@ def main() -> None:
         "zero_optimization": zero,
     }
     deepspeed.init_distributed()
-    model = MODELS[args.model]()
+    model = MODELS[args.model](args.attention)
     if args.checkpointing:
         model.gradient_checkpointing_enable()
     if torch.distributed.get_rank() == 0:
