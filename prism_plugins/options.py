@@ -16,6 +16,7 @@ import msgspec
 
 from prism_plugins.arming import ARMED
 from prism_plugins.errors import PrismError
+from prism_plugins.gpu.timing import DEFAULT_ITERATIONS
 from prism_plugins.moe_load import BALANCED, parse_moe_load
 
 MAX_WORLD_SIZE = 1 << 20
@@ -389,7 +390,7 @@ def _options(values: dict[str, Any], environ: Mapping[str, str]) -> Options:
         calibration=values.get("calibration", ""),
         device="virtual" if device == "auto" else device,
         ranks=ranks,
-        iterations=values.get("iterations", 16 if device == "cuda" else 5),
+        iterations=values.get("iterations", DEFAULT_ITERATIONS if device == "cuda" else 5),
         gpu_memory=values.get("gpu_memory", 0),
         replay=replay,
         audit=audit,

@@ -24,18 +24,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     timed: int
     traced: int = TRACED
 
-    @property
-    def total(self) -> int:
-        """Iterations in all."""
-        return self.warm_up + self.timed + self.traced
-
     def is_traced(self, index: int) -> bool:
         """Whether iteration ``index`` runs under the profiler."""
         return index >= self.warm_up + self.timed
-
-    def is_timed(self, index: int) -> bool:
-        """Whether iteration ``index`` is one of the timed ones."""
-        return self.warm_up <= index < self.warm_up + self.timed
 
 
 def make_schedule(iterations: int, *, traced: int = TRACED) -> Schedule:
