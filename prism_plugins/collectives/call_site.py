@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-_SKIPPED = ["torch", "prism_plugins", "contextlib", "functools", "threading"]
+_SKIPPED = ["torch", "prism_plugins", "contextlib", "functools", "threading", "typing_extensions", "warnings"]
 """Modules (with all below them) that only pass calls on."""
 _LIMIT = 60
 _known: dict[tuple[object, int], str | None] = {}

@@ -18,3 +18,12 @@ def test_paths_of_packages_begin_with_the_package() -> None:
     source = "\n\ndef reduce():\n    return call_site()\n"
     exec(compile(source, "/opt/site/megatron/core/mappings.py", "exec"), namespace)
     assert namespace["reduce"]() == "megatron/core/mappings.py:4"
+
+
+def test_decorators_that_only_pass_calls_on_are_no_site() -> None:
+    namespace = {
+        "__name__": "typing_extensions",
+        "call_site": call_site,
+    }  # torch deprecates functions with it
+    exec(compile("def wrapper():\n    return call_site()\n", "/x/typing_extensions.py", "exec"), namespace)
+    assert "test_call_site.py" in namespace["wrapper"]()
