@@ -182,13 +182,25 @@ def _frameworks() -> Iterator[Check]:
         yield Check(
             "frameworks", "note", "prism predicts Megatron-core jobs; install what your script imports"
         )
-    for name in ("transformer-engine", "apex"):
-        yield Check(name, "note", found[name] or "not installed (the job runs as it would without it)")
+    yield _transformer_engine(found["transformer-engine"])
+    yield Check("apex", "note", found["apex"] or "not installed (the job runs as it would without it)")
     names = sorted(
         entry.name for entry in importlib.metadata.entry_points(group="prism_plugins.integrations")
     )
     state = "ok" if names else "problem"
     yield Check("integrations", state, ", ".join(names) or "none registered; pip install prism-plugins again")
+
+
+def _transformer_engine(installed: str) -> Check:
+    from prism_plugins.integrations.transformer_engine.obtain import selected
+
+    name = "transformer-engine"
+    if installed:
+        return Check(name, "ok", installed)
+    set_up = selected()
+    if set_up is not None:
+        return Check(name, "ok", f"{set_up[0].name}, its Python layer in {set_up[0]}")
+    return Check(name, "note", "not installed; Megatron's default needs it: prism setup-te")
 
 
 def _machine() -> Iterator[Check]:

@@ -20,6 +20,7 @@ from prism_plugins.integrations.transformer_engine.calls import (
     record,
 )
 from prism_plugins.integrations.transformer_engine.dtypes import fp8_name, torch_dtype
+from prism_plugins.integrations.transformer_engine.enums import enum_value
 from prism_plugins.program.model import TensorSpec
 
 DELAYED = "Float8Quantizer"
@@ -46,7 +47,8 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
     for name in ("_transpose", "_columnwise_data"):
         data = getattr(tensor, name, None)
         if data is not None:
-            rotated = name == "_transpose" or "Blockwise" in type(tensor).__name__
+            compact = getattr(getattr(tensor, "_data_format", None), "name", "") == "COMPACT"
+            rotated = name == "_transpose" or ("Blockwise" in type(tensor).__name__ and not compact)
             return (*data.shape[1:], data.shape[0]) if rotated else tuple(data.shape)
     return tuple(tensor.size())
 
@@ -142,13 +144,16 @@ def _create_block(quantizer: Any, shape: list[int], dtype: torch.dtype) -> Any:
         fields["rowwise_data"] = empty(shape, torch.uint8)
         fields["rowwise_scale_inv"] = empty(block_scale_shape(quantizer, shape, False), torch.float32)
     if quantizer.columnwise_usage:
-        fields["columnwise_data"] = empty([shape[-1], *shape[:-1]], torch.uint8)
+        fields["columnwise_data"] = empty(_block_columns(quantizer, shape), torch.uint8)
         fields["columnwise_scale_inv"] = empty(block_scale_shape(quantizer, shape, True), torch.float32)
     fields |= {
         "fp8_dtype": quantizer.dtype,
         "quantizer": quantizer,
         "is_2D_scaled": quantizer.block_scaling_dim == 2,
     }
+    if is_compact(quantizer) is not None:
+        name = "COMPACT" if is_compact(quantizer) else "GEMM_READY"
+        fields["data_format"] = enum_value("Float8BlockScaleTensorFormat", name)
     return _wrap(Float8BlockwiseQTensor, quantizer, shape, dtype, fields)
 
 
@@ -175,6 +180,16 @@ def _create_mxfp8(quantizer: Any, shape: list[int], dtype: torch.dtype) -> Any:
     return _wrap(MXFP8Tensor, quantizer, shape, dtype, fields)
 
 
+def is_compact(quantizer: Any) -> bool | None:
+    """Up to 2.11: whether a blockwise scaled tensor is to be gathered, and neither columns nor scales are transposed;
+    None in versions without that format."""
+    return getattr(quantizer, "all_gather_usage", None)
+
+
+def _block_columns(quantizer: Any, shape: list[int]) -> list[int]:
+    return list(shape) if is_compact(quantizer) else [shape[-1], *shape[:-1]]
+
+
 def block_scale_shape(quantizer: Any, shape: Sequence[int], columnwise: bool) -> list[int]:
     """``Float8BlockQuantizer::get_scale_shape``."""
     k = shape[-1] if shape else 1
@@ -183,6 +198,8 @@ def block_scale_shape(quantizer: Any, shape: Sequence[int], columnwise: bool) ->
         m, k = k, m
     if quantizer.block_scaling_dim == 2:
         return [_blocks(m), _round_up(_blocks(k), 4)]
+    if is_compact(quantizer):
+        return [_blocks(k), m] if columnwise else [m, _blocks(k)]
     return [_blocks(k), _round_up(m, 4)]
 
 
@@ -227,7 +244,7 @@ def update(quantizer: Any, tensor: Any) -> Any:
     rows, columns = product(shape[:-1]), shape[-1]
     if kind(quantizer) == BLOCK:
         scales = [block_scale_shape(quantizer, shape, c) for c in (False, True)]
-        column_shape, scale_dtype = [shape[-1], *shape[:-1]], torch.float32
+        column_shape, scale_dtype = _block_columns(quantizer, shape), torch.float32
     else:
         scales = [
             [_round_up(rows, 128), _round_up(columns // _MXFP8_LENGTH, 4)],
@@ -264,7 +281,10 @@ def run(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *, compute_ama
             record("te::compute_amax", [source], [amax])
         if getattr(quantizer, "with_amax_reduction", False):
             group = quantizer._canonicalized_amax_reduction_group()
-            torch.distributed.all_reduce(quantizer.amax, op=torch.distributed.ReduceOp.MAX, group=group)
+            # From 2.16 on the quantizer keeps no buffer for it.
+            largest = getattr(quantizer, "amax", None)
+            largest = empty([1], torch.float32) if largest is None else largest
+            torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
         record("te::compute_scale_from_amax", [amax], [amax])
     record("te::quantize", [source], quantized_specs(quantizer, shape), recipe=recipe_name(quantizer))
 
