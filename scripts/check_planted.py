@@ -52,6 +52,13 @@ CASES = {
     "other_dtype": Case(kind="mismatch", ranks=(3,), site="all_reduce"),
     "other_kind": Case(kind="mismatch", ranks=(1,), site="all_gather"),
     "split_sizes": Case(kind="message_size", ranks=(0, 1), site="all_to_all"),
+    "megatron_branch": Case(
+        kind="missing_call|mismatch",
+        ranks=(2, 6),
+        site="all_reduce",
+        world=16,
+        args=("--prism-audit=4",),
+    ),
 }
 
 
