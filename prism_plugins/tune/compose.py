@@ -9,6 +9,7 @@ and differences between data-parallel ranks.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from prism_plugins.integration.tuning import FULL, Chunk, Shape
 from prism_plugins.program.memory_device import CommunicatorUse, DeviceOverhead
 from prism_plugins.program.model import DTYPE_BYTES, CommSignature, MemoryCategory
 from prism_plugins.tune.layers import LayerCosts, recomputed
-from prism_plugins.tune.pipeline import Stages, busy, pipeline_ends
+from prism_plugins.tune.pipeline import Stages, busy, critical_path, pipeline_ends
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +61,7 @@ class Composer:
 
     def compose(self, shape: Shape, kinds: Mapping[str, LayerCosts]) -> Estimate:
         """``kinds``: the costs of each kind of layer that was sliced, the plain one first."""
+        kinds = _with_full(shape, kinds)
         layout = shape.layout
         if shape.overlap_grad is None:
             shape = msgspec.structs.replace(shape, overlap_grad=next(iter(kinds.values())).overlaps)
@@ -67,9 +69,6 @@ class Composer:
             shape = msgspec.structs.replace(
                 shape, overlap_param=bool(shape.overlap_grad) and shape.sharded_optimizer
             )
-        if any(kind == FULL for stage in shape.chunks for c in stage for kind, _ in c.layers):
-            received = shape.transfer_elements * DTYPE_BYTES[shape.transfer_dtype]
-            kinds = {**kinds, FULL: recomputed(next(iter(kinds.values())), received)}
         stages = self._stages(shape, kinds)
         m = layout.num_microbatches
         steps = [sum(f) + sum(b) for f, b in zip(stages.forward, stages.backward, strict=True)]
@@ -80,28 +79,36 @@ class Composer:
             grad_ms.append(self._beside(reduction, backward) if shape.overlap_grad else reduction.ms)
             late.append(self._beside(gathering, forward) if shape.overlap_param else 0.0)
             grads.append(0.0 if shape.overlap_param else gathering.ms)
-        stages = msgspec.structs.replace(stages, late=tuple(late))
         ends = self._pipeline(stages, m)
+        # Later stages gather their parameters while the first micro-batch comes down.
+        arrives = itertools.accumulate(
+            (f[0] + t for f, t in zip(stages.forward, stages.transfer, strict=True)), initial=0.0
+        )
+        delay = max(max(0.0, ms - at) for ms, at in zip(late, arrives, strict=False))
         shards = layout.dp * layout.cp if shape.sharded_optimizer else 1
         optimizer = max(self._optimizer(kinds, stage, shards) for stage in shape.chunks)
         rest = max(self._sum(kinds, stage, "rest") for stage in shape.chunks)
         finish = [end + grad for end, grad in zip(ends, grad_ms, strict=True)]
-        total = max(finish) + optimizer + max(grads) + rest
+        total = delay + max(finish) + optimizer + max(grads) + rest
         slowest = max(range(len(steps)), key=lambda s: finish[s])
         waited = m * sum(
             self._chunk(kinds, c, "exposed_communication", c.embedding or c.loss)
             for c in shape.chunks[slowest]
         )
         work = busy(stages, m)[slowest]
-        exposed = waited + grad_ms[slowest] + late[slowest] + max(grads)
+        exposed = waited + grad_ms[slowest] + delay + max(grads)
         return Estimate(
             iteration_ms=total,
             memory_bytes=self._memory(shape, kinds),
             compute_ms=max(0.0, work - waited),
             exposed_ms=exposed,
-            bubble_ms=max(0.0, ends[slowest] - late[slowest] - work),
+            bubble_ms=max(0.0, ends[slowest] - work),
             optimizer_ms=optimizer + rest,
         )
+
+    def at_least_ms(self, shape: Shape, kinds: Mapping[str, LayerCosts]) -> float:
+        """No composed time is below: without the schedule, which takes most of :meth:`compose`."""
+        return critical_path(self._stages(shape, _with_full(shape, kinds)), shape.layout.num_microbatches)
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -120,7 +127,6 @@ class Composer:
             forward=tuple(forward),
             backward=tuple(backward),
             transfer=tuple(transfer),
-            late=(0.0,) * layout.pp,
             async_p2p=shape.async_p2p,
         )
 
@@ -291,6 +297,13 @@ class Composer:
                 )
             )
         return self._overhead.parts(uses, init_communicators=1)
+
+
+def _with_full(shape: Shape, kinds: Mapping[str, LayerCosts]) -> Mapping[str, LayerCosts]:
+    if not any(kind == FULL for stage in shape.chunks for c in stage for kind, _ in c.layers):
+        return kinds
+    received = shape.transfer_elements * DTYPE_BYTES[shape.transfer_dtype]
+    return {**kinds, FULL: recomputed(next(iter(kinds.values())), received)}
 
 
 def in_flight_of(pp: int, vpp: int, stage: int, num_microbatches: int) -> int:

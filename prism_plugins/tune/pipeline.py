@@ -27,8 +27,6 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True):
     backward: tuple[tuple[float, ...], ...]
     transfer: tuple[float, ...]
     """From a stage to the next one, and back; of the last one, to the first (interleaved)."""
-    late: tuple[float, ...]
-    """By how much the first forward of a stage takes longer (parameters to gather)."""
     async_p2p: bool
 
 
@@ -51,7 +49,7 @@ def pipeline_ends(stages: Stages, num_microbatches: int) -> tuple[float, ...]:
 def _ends(stages: Stages, m: int) -> tuple[float, ...]:
     if len(stages.forward) == 1:
         work = sum(stages.forward[0]) + sum(stages.backward[0])
-        return (stages.late[0] + m * work,)
+        return (m * work,)
     if len(stages.forward[0]) > 1:
         return _interleaved(stages, m)
     return _one_forward_one_backward(stages, m)
@@ -131,8 +129,6 @@ def _plan(stages: Stages, s: int, m: int) -> list[_Step]:
     for i in range(rest, m):
         plan.append(_Step(0.0, parts(below(False, i))))
         plan.append(_Step(b, parts(above(False, i))))
-    first = next(k for k, step in enumerate(plan) if step.work)
-    plan[first] = plan[first]._replace(work=plan[first].work + stages.late[s])
     return plan
 
 
@@ -155,7 +151,7 @@ def _interleaved(stages: Stages, m: int) -> tuple[float, ...]:
             order.append((False, *chunk_of(k, forward=False)))
         order += [(False, *chunk_of(k, forward=False)) for k in range(total - warm, total)]
         orders.append(order)
-    clock = list(stages.late)
+    clock = [0.0] * pp
     at = [0] * pp
     end: dict[tuple[int, bool, int, int], float] = {}
     last = pp - 1
@@ -199,3 +195,12 @@ def busy(stages: Stages, num_microbatches: int) -> Sequence[float]:
     return [
         num_microbatches * (sum(f) + sum(b)) for f, b in zip(stages.forward, stages.backward, strict=True)
     ]
+
+
+def critical_path(stages: Stages, num_microbatches: int) -> float:
+    """What no schedule is faster than: a stage's work, behind and before one micro-batch through the first chunks before it."""
+    before = longest = 0.0
+    for work, f, b in zip(busy(stages, num_microbatches), stages.forward, stages.backward, strict=True):
+        longest = max(longest, before + work)
+        before += f[0] + b[0]
+    return longest

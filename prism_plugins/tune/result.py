@@ -52,6 +52,8 @@ class Counts(msgspec.Struct, kw_only=True):
     """Of the legal ones, how many the framework's own validation was asked about."""
     too_big_by_bound: int = 0
     slower_by_bound: int = 0
+    slower_by_layers: int = 0
+    """The work of their layers, as probed, takes longer than the best composed layout."""
     composed: int = 0
     too_big: int = 0
     """Of the composed ones."""

@@ -350,7 +350,13 @@ class Search:
                 return
             kinds[probe.kind] = costs
         assert self._composer is not None
-        estimate = self._composer.compose(space.shape(item.point), kinds)
+        shape = space.shape(item.point)
+        if item.point != space.own and not self._settings.everything:
+            least = self._composer.at_least_ms(shape, kinds)
+            if least > self._best_ms():
+                counts.slower_by_layers += 1
+                return
+        estimate = self._composer.compose(shape, kinds)
         counts.composed += 1
         knobs = {knob.name: value for knob, value in zip(space.knobs, item.point.values, strict=True)}
         self._composed[item.point] = Candidate(

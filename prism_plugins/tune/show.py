@@ -21,7 +21,7 @@ def print_result(result: TuneResult, directory: TuneDir, console: Console) -> No
     counts = result.counts
     console.print(
         f"{counts.legal} legal layouts of {counts.points} points: {counts.too_big_by_bound} do not fit by bound, "
-        f"{counts.slower_by_bound} are slower by bound, {counts.composed} composed ({counts.too_big} of them do not fit), "
+        f"{counts.slower_by_bound} are slower by bound, {counts.slower_by_layers} by their layers, {counts.composed} composed ({counts.too_big} of them do not fit), "
         f"{counts.emulated} emulated in full" + (f", {counts.left} not looked at" if counts.left else "")
     )
     show(ranking(result), console)
