@@ -145,9 +145,7 @@ def check(name: str, pair: Pair, megatron: Path, out: Path) -> bool:
         [f"--prism-world-size={pair.world}", f"--prism-cluster={pair.cluster}", "--prism-emulate", *words]
     )
     assert job is not None
-    settings = Settings(
-        chosen=parse_knobs(pair.knobs), emulations=0, everything=True, own=False, out=str(out)
-    )
+    settings = Settings(chosen=parse_knobs(pair.knobs), emulations=0, everything=True, out=str(out))
     with TuneProgress(quiet=True) as progress:
         search = Search(job, MegatronTuner(), settings, progress=progress)
         search.run()

@@ -446,7 +446,7 @@ class Search:
             tried.update(batch)
             self._emulate(space, batch, executor)
             done += len(batch)
-        waits = settings.own and space.own in self._composed and space.own not in tried
+        waits = settings.emulations > 0 and space.own in self._composed and space.own not in tried
         if waits and time.monotonic() < self._deadline:
             tried.add(space.own)
             self._emulate(space, [space.own], executor)

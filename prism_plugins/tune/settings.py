@@ -12,7 +12,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     chosen: dict[str, tuple[str, ...]] = {}
     """By knob, the values that are allowed."""
     emulations: int = 3
-    """At most so many layouts are emulated in full, besides the own launch."""
+    """At most so many layouts are emulated in full, besides the own launch; 0: none, nor the own one."""
     variants: tuple[tuple[str, float], ...] = ()
     """Further (what, value) to compose the best layout for; see :class:`prism_plugins.tune.result.Variant`."""
     verify: int = 0
@@ -21,8 +21,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 1
     """Emulations at a time, with an executor that has other machines."""
     slurm: tuple[str, ...] = ()
-    own: bool = True
-    """Emulate the launch's own layout as well."""
     everything: bool = False
     """Compose and emulate every legal layout that may fit: to check the search itself."""
     out: str = ""
