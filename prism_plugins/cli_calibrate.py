@@ -46,6 +46,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--grid", action="store_true", help="measure a general grid of ops")
     parser.add_argument(
+        "--host", action="store_true", help="measure the host alone (always part of --grid and --from)"
+    )
+    parser.add_argument(
         "--from", dest="sources", metavar="RUN", action="append", default=[],
         help="measure every op of a run directory, or of a list written by --export-signatures; may be repeated",
     )  # fmt: skip
@@ -79,9 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise PrismError("prism calibrate: say where to write: --out FILE (or: prism calibrate show FILE)")
     if arguments.export_signatures:
         return _export(arguments)
-    if not (arguments.grid or arguments.sources or arguments.collectives or arguments.nccl_tests):
+    if not (
+        arguments.grid or arguments.host or arguments.sources or arguments.collectives or arguments.nccl_tests
+    ):
         raise PrismError(
-            "prism calibrate: say what to measure: --grid, --from RUN, --collectives, or what to read: --nccl-tests OUTPUT"
+            "prism calibrate: say what to measure: --grid, --host, --from RUN, --collectives, or what to read: --nccl-tests OUTPUT"
         )
     return _measure(arguments)
 
@@ -97,7 +102,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         from prism_plugins.calibration.signatures import join
 
         lists.append(join([_signatures(source) for source in arguments.sources]))
-    if lists:
+    if lists or arguments.host:
         from prism_plugins.calibration.run import calibrate
 
         measured = calibrate(
@@ -189,6 +194,11 @@ def show(calibration: Calibration) -> list[str]:
             f"host ({c.host.cpu}): {c.host.op_us:g} us an op, {c.host.dispatch_us:g} us bare, {c.host.view_us:g} us a view, "
             f"{c.host.comm_us:g} us a collective"
         )
+        if c.host.benchmark:
+            calls = ", ".join(f"{kind} {us:.1f}" for kind, us in sorted(c.host.benchmark.enqueue_us.items()))
+            lines.append(
+                f"host benchmark {c.host.benchmark.version}: {c.host.benchmark.dispatch_us[0]:.0f} us; us a call: {calls or '-'}"
+            )
     counts = ", ".join(f"{n} {kind}" for kind, n in sorted(count_by_provenance(c.figures).items()))
     lines.append(f"{len(c.figures)} figures: {counts}")
     by_family: dict[str, int] = {}

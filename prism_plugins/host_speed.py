@@ -1,77 +1,146 @@
-"""How fast the host issues work, from the CPU time that slices took to run the same Python.
+"""How fast the target's host issues work, from the CPU time that slices took to run the same Python.
 
-A slice runs the user's script, its framework and torch's dispatcher as the target's process does; kernels cost it
-next to nothing. So the CPU time of a steady iteration in a slice says how long the host needs to issue it, which no
-constant per op can: ZeRO-3's hooks make a kernel six times as costly to issue as ZeRO-1 does.
+A slice runs the user's script, its framework and torch's dispatcher as the target's process does. So its CPU time says
+how long that takes, which no constant per op can: ZeRO-3's hooks make a kernel six times as costly to issue as ZeRO-1
+does. Two things differ on the target: its CPU, and that calls on the device go through kernels' host code and a driver
+where a slice only records. Both are measured by :mod:`prism_plugins.host_benchmark`, in the slice, right after the
+iteration that is scaled, and by ``prism calibrate`` on the machine with the GPU:
+
+    host time = (CPU time - sum over kinds: calls x call in the slice) x dispatch there / dispatch here
+                + sum over kinds: calls x call there
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 import numpy as np
 
+from prism_plugins.costs.calibration import HostCosts
 from prism_plugins.costs.cluster import Cluster
+from prism_plugins.costs.host import enqueue_kind
 from prism_plugins.costs.in_situ import InSituCosts
 from prism_plugins.costs.modelled import ModelledCosts
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.measured import Measured
 from prism_plugins.program.model import EventKind, Program
-from prism_plugins.program.slices import SliceReport
+from prism_plugins.program.slices import HostFigures, SliceReport
 from prism_plugins.simulate.prices import Pricer
 
 
-def with_host_of_slices(cluster: Cluster, job: JobPrograms, reports: Mapping[int, SliceReport]) -> Cluster:
-    """The cluster with its assumed host times scaled to what the slices took, times ``host.slice_factor``.
+def with_host_of_slices(
+    cluster: Cluster, job: JobPrograms, reports: Mapping[int, SliceReport], target: HostCosts | None
+) -> Cluster:
+    """The cluster with its assumed host times scaled to what the slices took and what calls on a device take.
 
     Unchanged where the cluster's description gives host times. ``reports`` are by sliced rank, of slices on the
-    virtual device: elsewhere CPU time is kernels as well.
+    virtual device: elsewhere CPU time is kernels as well. ``target``: the host of the calibration; without one, or
+    where it was measured by another version of the benchmark, the target's host is taken as the machine of the slices.
     """
     host = cluster.host
     if not host.from_slices:
         return cluster
-    # The first iteration builds what later ones reuse. Of the others the least disturbed one counts.
-    seconds = {
-        rank: min(report.cpu_seconds_per_iteration[1:], default=0.0) for rank, report in reports.items()
-    }
-    return _scaled(cluster, job, seconds, Pricer(ModelledCosts(cluster)), factor=host.slice_factor)
+    there = _comparable(target, reports.values(), given=bool(host.slice_factor))
+    pricer = Pricer(ModelledCosts(cluster))
+    found = [
+        (seconds * ratio, ratio, cls.exemplar)
+        for cls in job.classes
+        if cls.exemplar.source != "derived" and cls.representative in reports
+        for seconds, ratio in _iterations(cls.exemplar, reports[cls.representative], there, host.slice_factor)
+    ]
+    scaled = _scaled(cluster, [(seconds, program) for seconds, _, program in found], pricer)
+    if scaled is cluster:
+        return cluster
+    ratio = statistics.median(ratio for _, ratio, _ in found)
+    measured = msgspec.structs.replace(
+        scaled.host,
+        slice_factor=_rounded(ratio),
+        enqueue_us=dict(there.enqueue_us) if there is not None else {},
+        source=_source(ratio, host.slice_factor, target if there is not None else None),
+    )
+    return msgspec.structs.replace(scaled, host=measured)
 
 
 def with_host_measured(cluster: Cluster, job: JobPrograms, measured: Mapping[int, Measured]) -> Cluster:
     """The same for slices on a real GPU, by rank: they measured what the host takes to issue an iteration, driver
-    included, so nothing is left for a factor to correct."""
+    included, so nothing is left to correct."""
     if not cluster.host.from_slices:
         return cluster
-    seconds = {rank: one.host_ms / 1e3 for rank, one in measured.items()}
-    costs = InSituCosts(ModelledCosts(cluster), cluster, measured.values())
-    return _scaled(cluster, job, seconds, Pricer(costs), factor=1.0)
+    found = [
+        (measured[cls.representative].host_ms / 1e3, cls.exemplar)
+        for cls in job.classes
+        if cls.exemplar.source != "derived" and cls.representative in measured
+    ]
+    scaled = _scaled(cluster, found, Pricer(InSituCosts(ModelledCosts(cluster), cluster, measured.values())))
+    source = "measured in the slices on a GPU" if scaled is not cluster else cluster.host.source
+    return msgspec.structs.replace(scaled, host=msgspec.structs.replace(scaled.host, source=source))
 
 
-def _scaled(
-    cluster: Cluster, job: JobPrograms, seconds: Mapping[int, float], pricer: Pricer, *, factor: float
-) -> Cluster:
-    host = cluster.host
-    ratios = []
-    for cls in job.classes:
-        if cls.exemplar.source == "derived":
-            continue
-        steady = seconds.get(cls.representative, 0.0)
-        assumed = _assumed_seconds(cls.exemplar, pricer)
-        if steady and assumed:
-            ratios.append(steady / assumed)
-    if not ratios:
+def _scaled(cluster: Cluster, found: list[tuple[float, Program]], pricer: Pricer) -> Cluster:
+    """The cluster's assumed host times scaled to seconds found for iterations of programs."""
+    assumed = [(seconds, _assumed_seconds(program, pricer)) for seconds, program in found]
+    scales = [seconds / expected for seconds, expected in assumed if seconds and expected]
+    if not scales:
         return cluster
-    scale = statistics.median(ratios) * factor
-    measured = msgspec.structs.replace(
-        host,
-        op_us=_rounded(host.op_us * scale),
-        view_us=_rounded(host.view_us * scale),
-        comm_us=_rounded(host.comm_us * scale),
-        measured_in_slices=True,
+    host, scale = cluster.host, statistics.median(scales)
+    times = {name: _rounded(getattr(host, name) * scale) for name in ("op_us", "view_us", "comm_us")}
+    return msgspec.structs.replace(
+        cluster, host=msgspec.structs.replace(host, measured_in_slices=True, **times)
     )
-    return msgspec.structs.replace(cluster, host=measured)
+
+
+def _comparable(
+    target: HostCosts | None, reports: Iterable[SliceReport], *, given: bool
+) -> HostFigures | None:
+    """The target's figures, where every slice has such of its own machine, or a factor was given."""
+    there = target.benchmark if target is not None else None
+    if there is None or given:
+        return there
+    same = all(r.host is not None and r.host.version == there.version for r in reports)
+    return there if same else None
+
+
+def _iterations(
+    program: Program, report: SliceReport, there: HostFigures | None, factor: float
+) -> Iterator[tuple[float, float]]:
+    """Of each iteration: seconds without the calls on the device, and how many times as long the target takes for them.
+
+    The first iteration builds what later ones reuse. Where the slice ran no benchmark the least disturbed one counts.
+    """
+    here = report.host
+    steady = report.cpu_seconds_per_iteration[1:]
+    calls = seconds_of_calls(program, here.enqueue_us) if here is not None and there is not None else 0.0
+    if here is None or there is None or factor:
+        if steady:
+            yield max(0.0, min(steady) - calls), factor or 1.0
+        return
+    for cpu, before, after in zip(steady, here.dispatch_us, here.dispatch_us[1:], strict=False):
+        yield max(0.0, cpu - calls), there.dispatch_us[0] / ((before + after) / 2)
+
+
+def seconds_of_calls(program: Program, enqueue_us: Mapping[str, float]) -> float:
+    """What a program's calls on the device cost by a table of microseconds by kind."""
+    events = program.events
+    used = np.bincount(events["ref"][events["kind"] == EventKind.KERNEL], minlength=len(program.signatures))
+    us = sum(
+        int(n) * enqueue_us.get(enqueue_kind(s.op), 0.0)
+        for n, s in zip(used, program.signatures, strict=False)
+        if n
+    )
+    us += int((events["kind"] == EventKind.COMM).sum()) * enqueue_us.get("collective", 0.0)
+    return us * 1e-6
+
+
+def _source(ratio: float, factor: float, target: HostCosts | None) -> str:
+    if factor:
+        text = f"CPU time of the slices times host.slice_factor = {factor:g}"
+    elif target is None:
+        return "CPU time of the slices on this machine; what the CUDA driver takes is not in it"
+    else:
+        text = f"CPU time of the slices times {ratio:.2f}, by which the host benchmark takes longer on {target.cpu or 'the calibrated host'}"
+    return text if target is None else f"{text}; calls on the device as measured there"
 
 
 def _assumed_seconds(program: Program, pricer: Pricer) -> float:

@@ -22,7 +22,7 @@ from prism_plugins.cache import make_manifest
 from prism_plugins.errors import PrismError
 from prism_plugins.integration import EndOfSlice, Integration
 from prism_plugins.program.model import EventKind, Program
-from prism_plugins.program.slices import JobFacts, SliceReport, SliceSpec
+from prism_plugins.program.slices import HostFigures, JobFacts, SliceReport, SliceSpec
 from prism_plugins.rundir import SliceDir, read_json, write_json
 from prism_plugins.script import run_script, script_traceback
 from prism_plugins.slice_context import Context
@@ -30,6 +30,10 @@ from prism_plugins.unsupported import refuse_unsupported
 
 if TYPE_CHECKING:
     from prism_plugins.capture.recorder import DeviceStats
+
+
+HOST_BENCHMARK_S = 0.1
+"""Time given to the host benchmark after each iteration."""
 
 
 class Slice:
@@ -42,6 +46,8 @@ class Slice:
         self.journal: Any = None
         self.integrations: list[Integration] = []
         self.report: SliceReport | None = None
+        self._benchmark: Any = None
+        self._dispatch_us: list[float] = []
         self._started = time.monotonic()
 
     def run(self) -> None:
@@ -108,10 +114,12 @@ class Slice:
             context.assume(
                 f"rank {self.spec.rank}: no two of {len(context.hashes)} iterations in a row were equal; the last one counts"
             )
+        host = self._host_figures()
         self._write(
             SliceReport(
                 rank=self.spec.rank,
                 status="ok",
+                host=host,
                 steady=context.steady,
                 num_ops=int((kinds == EventKind.KERNEL).sum()),
                 num_comms=int((kinds == EventKind.COMM).sum()),
@@ -141,6 +149,15 @@ class Slice:
         timed = spec_on_gpu(self.spec) and self.context is not None and self.context.recorder.warmed_up
         if self.journal is not None and not timed:
             self.journal.journal.save(self.dir.journal)
+
+    def after_iteration(self) -> None:
+        """An iteration was recorded: publish the journal, and see how fast the machine is just now."""
+        self.save_journal()
+        if self._tells_host_speed:
+            from prism_plugins.host_benchmark import DispatchBenchmark
+
+            self._benchmark = self._benchmark or DispatchBenchmark()
+            self._dispatch_us.append(self._benchmark.measure_us(budget_s=HOST_BENCHMARK_S))
 
     def _prepare(self) -> Context:
         spec = self.spec
@@ -206,7 +223,7 @@ class Slice:
             self.spec,
             recorder,
             on_facts=self.use_facts,
-            on_iteration=self.save_journal,
+            on_iteration=self.after_iteration,
             on_end=self.save,
         )
 
@@ -224,6 +241,28 @@ class Slice:
         write_json(self.dir.measured, recorder.measured(self.spec.rank))
         for line in recorder.remarks:
             context.assume(line)
+
+    @property
+    def _tells_host_speed(self) -> bool:
+        """Elsewhere CPU time is kernels, or waiting for peers, as well."""
+        return self.spec.device == "virtual" and not self.spec.real_ranks
+
+    def _host_figures(self) -> HostFigures | None:
+        """How fast this machine is, beside the CPU times of the iterations."""
+        if not self._tells_host_speed:
+            return None
+        from prism_plugins.host_benchmark import (
+            BENCHMARK_VERSION,
+            collective_call,
+            enqueue_calls,
+            measure_enqueue_us,
+        )
+
+        return HostFigures(
+            version=BENCHMARK_VERSION,
+            dispatch_us=tuple(self._dispatch_us),
+            enqueue_us=measure_enqueue_us(enqueue_calls("cuda") | collective_call("cuda")),
+        )
 
     def _never_trained(self) -> None:
         supported = ", ".join(i.name for i in self.integrations) or "none"

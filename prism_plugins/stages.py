@@ -10,7 +10,7 @@ from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.calibration import Calibration
 from prism_plugins.costs.cluster import Cluster
 from prism_plugins.costs.in_situ import InSituCosts
-from prism_plugins.costs.model import build_cost_model
+from prism_plugins.costs.model import build_cost_model, host_of
 from prism_plugins.costs.nccl.settings import NcclSettings
 from prism_plugins.errors import CannotDeriveError, PrismError, SliceFailed
 from prism_plugins.host_speed import with_host_measured, with_host_of_slices
@@ -107,7 +107,7 @@ def price(
     measured counts before any calibration."""
     known = cluster.host.measured_in_slices  # a run's own cluster, read again
     if device == "virtual" and not known:
-        cluster = with_host_of_slices(cluster, programs, reports)
+        cluster = with_host_of_slices(cluster, programs, reports, host_of(calibration))
     if device != "cuda":
         return cluster, build_cost_model(cluster, nccl=nccl, calibration=calibration)
     measured = {rank: read_json(rundir.slice(rank).measured, Measured) for rank in reports}

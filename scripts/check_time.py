@@ -20,7 +20,7 @@ from typing import Literal
 from prism_plugins.cli_run import load_job
 from prism_plugins.costs.calibration import Calibration
 from prism_plugins.costs.cluster import load_cluster
-from prism_plugins.costs.model import build_cost_model, load_calibration
+from prism_plugins.costs.model import build_cost_model, host_of, load_calibration
 from prism_plugins.errors import PrismError
 from prism_plugins.host_speed import with_host_of_slices
 from prism_plugins.program.job import JobPrograms
@@ -68,7 +68,7 @@ def predict(
     calibration: Calibration | Literal["none"] | None,
 ) -> str:
     """``cluster: prediction (error) parts``."""
-    described = with_host_of_slices(load_cluster(cluster), job, reports)
+    described = with_host_of_slices(load_cluster(cluster), job, reports, host_of(calibration))
     timeline = Simulation(job, build_cost_model(described, calibration=calibration)).timeline
     ms = timeline.iteration_time_ns / 1e6
     b = timeline.breakdown[timeline.slowest_class]

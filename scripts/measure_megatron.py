@@ -6,6 +6,8 @@
 Each job is the unmodified ``pretrain_gpt.py`` under torchrun; a wrapper around it (``--worker``) only writes
 torch's memory statistics and NVML's used memory when the process ends. Iteration times come from the
 framework's own log. Run it from a machine with two GPUs; jobs that need more GPUs than there are are skipped.
+``--parts`` also keeps the process's CPU time of every iteration and profiles the one before the last (CUDA activities
+only): time on the device by kernel, time of the host in the CUDA runtime and driver by call.
 """
 
 from __future__ import annotations
@@ -80,6 +82,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="comma-separated job names")
     parser.add_argument("--iters", type=int, default=12)
     parser.add_argument("--job-timeout-s", type=float, default=150)
+    parser.add_argument("--parts", action="store_true", help="profile one iteration")
     args = parser.parse_args()
     import torch
 
@@ -121,6 +124,7 @@ def run_job(name: str, *, num_gpus: int, job_args: str, args: argparse.Namespace
     env = {
         **os.environ,
         "PRISM_MEASURE_DIR": str(stats),
+        "PRISM_MEASURE_PARTS": str(args.iters - 2) if args.parts else "",
         "PYTHONPATH": f"{args.megatron}:{os.environ.get('PYTHONPATH', '')}",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "4",
@@ -137,6 +141,7 @@ def run_job(name: str, *, num_gpus: int, job_args: str, args: argparse.Namespace
         "name": name, "num_gpus": num_gpus, "args": job_args, "iteration_ms": times,
         "median_ms": statistics.median(times[4:]) if len(times) > 6 else None,
         "memory": memory, "seconds": time.time() - began,
+        "parts": [json.loads(path.read_text()) for path in sorted(stats.glob("parts*.json"))],
     }  # fmt: skip
     if not times:
         result["error"] = output[-3000:]
@@ -168,6 +173,8 @@ def worker() -> None:
         path.write_text(json.dumps(record))
 
     atexit.register(write_memory)
+    if os.environ.get("PRISM_MEASURE_PARTS"):
+        watch_iterations(rank, profiled=int(os.environ["PRISM_MEASURE_PARTS"]))
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -179,6 +186,51 @@ def worker() -> None:
             None
         )  # an installed megatron-core brings them, and no Makefile that works
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def watch_iterations(rank: int, *, profiled: int) -> None:
+    """Wrap ``train_step``: CPU seconds of every iteration, a profile of one; written when the process ends."""
+    import megatron.training.training as training
+
+    original, cpu_ms, parts = training.train_step, [], {}
+
+    def train_step(*args, **kwargs):
+        began = time.process_time()
+        if len(cpu_ms) == profiled and not rank:
+            result = profile(lambda: original(*args, **kwargs), parts)
+        else:
+            result = original(*args, **kwargs)
+        cpu_ms.append(round((time.process_time() - began) * 1e3, 1))
+        return result
+
+    def write_parts() -> None:
+        path = Path(os.environ["PRISM_MEASURE_DIR"]) / f"parts{rank}.json"
+        path.write_text(json.dumps({"rank": rank, "cpu_ms": cpu_ms, **parts}))
+
+    training.train_step = train_step
+    atexit.register(write_parts)
+
+
+def profile(call, parts: dict):
+    """Call under the profiler; ``parts`` gets [count, ms] by name of what ran on the device and in the CUDA API."""
+    import tempfile
+
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    with profiler(activities=[ProfilerActivity.CUDA]) as trace:
+        result = call()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    for event in events:
+        category = event.get("cat", "")
+        if category in ("kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cuda_driver"):
+            entry = parts.setdefault(category, {}).setdefault(event["name"][:120], [0, 0.0])
+            entry[0] += 1
+            entry[1] = round(entry[1] + event.get("dur", 0.0) / 1e3, 4)
+    return result
 
 
 if __name__ == "__main__":

@@ -5,13 +5,18 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+from prism_plugins.costs.calibration import HostCosts
 from prism_plugins.costs.cluster import Cluster, load_cluster, parse_cluster
+from prism_plugins.costs.families import FAMILIES
+from prism_plugins.costs.host import enqueue_kind
 from prism_plugins.costs.model import build_cost_model
+from prism_plugins.host_benchmark import KINDS, DispatchBenchmark
 from prism_plugins.host_speed import with_host_of_slices
 from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.model import EVENT_DTYPE, EventKind, OpSignature, Program, TensorSpec
-from prism_plugins.program.slices import SliceReport
+from prism_plugins.program.slices import HostFigures, SliceReport
 from prism_plugins.world.layout import Layout
 from tests.costs.test_cluster import preset_text
 
@@ -33,8 +38,16 @@ def job(*, kernels: int, views: int, source: str = "sliced") -> JobPrograms:
     )
 
 
-def report(*cpu_seconds: float) -> dict[int, SliceReport]:
-    return {0: SliceReport(rank=0, status="ok", cpu_seconds_per_iteration=cpu_seconds)}
+def report(*cpu_seconds: float, host: HostFigures | None = None) -> dict[int, SliceReport]:
+    return {0: SliceReport(rank=0, status="ok", cpu_seconds_per_iteration=cpu_seconds, host=host)}
+
+
+def figures(*dispatch_us: float, version: int = 1, **enqueue_us: float) -> HostFigures:
+    return HostFigures(version=version, dispatch_us=dispatch_us, enqueue_us=enqueue_us)
+
+
+def calibrated(benchmark: HostFigures) -> HostCosts:
+    return HostCosts(op_us=1.0, dispatch_us=1.0, view_us=1.0, cpu="Some CPU", benchmark=benchmark)
 
 
 def scaled(cluster: Cluster, **given: float) -> Cluster:
@@ -44,7 +57,7 @@ def scaled(cluster: Cluster, **given: float) -> Cluster:
 def test_times_are_those_of_the_least_disturbed_iteration_after_the_first():
     # By the preset: 100 x 10 us + 50 x 2 us = 1.1 ms.
     found = with_host_of_slices(
-        load_cluster("dgx-h100"), job(kernels=100, views=50), report(0.9, 0.0066, 0.0055)
+        load_cluster("dgx-h100"), job(kernels=100, views=50), report(0.9, 0.0066, 0.0055), None
     )
     assert (found.host.op_us, found.host.view_us, found.host.comm_us) == (50.0, 10.0, 125.0)
     assert build_cost_model(found).price_op(ADD).host_ns == pytest.approx(50e3)
@@ -53,25 +66,69 @@ def test_times_are_those_of_the_least_disturbed_iteration_after_the_first():
 
 def test_a_slower_host():
     cluster = scaled(load_cluster("dgx-h100"), slice_factor=1.5)
-    found = with_host_of_slices(cluster, job(kernels=100, views=50), report(0.9, 0.0055))
+    found = with_host_of_slices(cluster, job(kernels=100, views=50), report(0.9, 0.0055), None)
     assert found.host.op_us == 75.0
 
 
 def test_given_times_are_meant_as_they_are():
     cluster = parse_cluster(preset_text() + "\n[host]\nop_us = 40.0\n", source="test")
-    assert with_host_of_slices(cluster, job(kernels=100, views=50), report(0.9, 0.0055)) is cluster
+    assert with_host_of_slices(cluster, job(kernels=100, views=50), report(0.9, 0.0055), None) is cluster
     cluster = parse_cluster(preset_text() + "\n[host]\nslice_factor = 2.0\n", source="test")
-    assert with_host_of_slices(cluster, job(kernels=100, views=50), report(0.9, 0.0055)).host.op_us == 100.0
+    assert (
+        with_host_of_slices(cluster, job(kernels=100, views=50), report(0.9, 0.0055), None).host.op_us
+        == 100.0
+    )
 
 
 @pytest.mark.parametrize("cpu", [(), (0.9,)])
 def test_too_few_iterations_change_nothing(cpu):
     cluster = load_cluster("dgx-h100")
-    assert with_host_of_slices(cluster, job(kernels=100, views=50), report(*cpu)) is cluster
+    assert with_host_of_slices(cluster, job(kernels=100, views=50), report(*cpu), None) is cluster
 
 
 def test_derived_programs_have_no_cpu_time_of_their_own():
     cluster = load_cluster("dgx-h100")
     assert (
-        with_host_of_slices(cluster, job(kernels=9, views=0, source="derived"), report(0.9, 0.1)) is cluster
+        with_host_of_slices(cluster, job(kernels=9, views=0, source="derived"), report(0.9, 0.1), None)
+        is cluster
     )
+
+
+def test_another_host_takes_longer_and_its_calls_on_the_device_count():
+    # 100 kernels of 2 us are recorded in the slice: 5.3 ms of its 5.5 are Python. The benchmark takes twice as long there,
+    # where a call takes 6 us.
+    reports = report(0.9, 0.0055, host=figures(900.0, 1000.0, elementwise=2.0))
+    target = calibrated(figures(1900.0, elementwise=6.0))
+    found = with_host_of_slices(load_cluster("dgx-h100"), job(kernels=100, views=50), reports, target)
+    assert found.host.op_us == pytest.approx(2 * 0.0053 / 0.0011 * 10.0, rel=0.01)
+    price = build_cost_model(found).price_op(ADD)
+    assert price.host_ns == pytest.approx((found.host.op_us + 6.0) * 1e3)
+    assert any("2.00" in line and "Some CPU" in line for line in build_cost_model(found).assumptions())
+
+
+def test_a_given_factor_replaces_the_benchmarks():
+    reports = report(0.9, 0.0055, host=figures(900.0, 1000.0, elementwise=2.0))
+    target = calibrated(figures(1900.0, elementwise=6.0))
+    cluster = scaled(load_cluster("dgx-h100"), slice_factor=1.5)
+    found = with_host_of_slices(cluster, job(kernels=100, views=50), reports, target)
+    assert found.host.op_us == pytest.approx(1.5 * 0.0053 / 0.0011 * 10.0, rel=0.01)
+    assert found.host.enqueue_us == {"elementwise": 6.0}
+
+
+def test_figures_of_another_version_of_the_benchmark_are_not_compared():
+    reports = report(0.9, 0.0055, host=figures(900.0, 1000.0, version=2))
+    found = with_host_of_slices(
+        load_cluster("dgx-h100"), job(kernels=100, views=50), reports, calibrated(figures(1900.0))
+    )
+    assert found.host.op_us == 50.0
+
+
+def test_every_kind_of_call_that_ops_are_priced_by_is_measured():
+    assert {enqueue_kind(f"aten::{names[0]}") for names in FAMILIES.values() if names} - {""} <= set(KINDS)
+
+
+def test_the_benchmark_draws_no_random_numbers_and_needs_no_gradient_mode():
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        assert 0 < DispatchBenchmark().measure_us(budget_s=0.01) < 1e6
+    assert torch.equal(state, torch.get_rng_state())

@@ -15,6 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prism_plugins.costs.calibration import HostCosts
 from prism_plugins.costs.families import family_of
+from prism_plugins.host_benchmark import (
+    BENCHMARK_VERSION,
+    DispatchBenchmark,
+    enqueue_calls,
+    measure_enqueue_us,
+)
+from prism_plugins.program.slices import HostFigures
 
 _CALLS = 2000
 _STEPS = 12
@@ -28,15 +35,26 @@ def measure_host(device: str) -> HostCosts:
     view = _per_call(lambda: x.view(4096), device)
     op = _training_step_us(device, view_us=view)
     cuda = device.startswith("cuda")
+    collective = round(_collective_us(device), 3) if cuda else 0.0
     return HostCosts(
         op_us=round(op, 3),
         dispatch_us=round(dispatch, 3),
         view_us=round(view, 3),
-        comm_us=round(_collective_us(device), 3) if cuda else 0.0,
+        comm_us=collective,
         h2d_bytes_per_s=_copy_rate(device, "h2d") if cuda else 0.0,
         d2h_bytes_per_s=_copy_rate(device, "d2h") if cuda else 0.0,
         cpu=_cpu_name(),
+        benchmark=_benchmark(device, collective),
     )
+
+
+def _benchmark(device: str, collective_us: float) -> HostFigures:
+    """What slices measure of their machine, measured here."""
+    dispatch = DispatchBenchmark().measure_us(budget_s=2.0)
+    enqueue = measure_enqueue_us(enqueue_calls(device)) if device.startswith("cuda") else {}
+    if collective_us:
+        enqueue["collective"] = collective_us
+    return HostFigures(version=BENCHMARK_VERSION, dispatch_us=(round(dispatch, 1),), enqueue_us=enqueue)
 
 
 def _per_call(call: Callable[[], object], device: str, *, calls: int = _CALLS) -> float:

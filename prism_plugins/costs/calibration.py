@@ -16,6 +16,7 @@ import msgspec
 from prism_plugins.costs.nccl.measured import CollectivePoint, merge_points, problem_of
 from prism_plugins.errors import FileFormatError, PrismError
 from prism_plugins.program.model import DTYPE_BYTES, OpSignature
+from prism_plugins.program.slices import HostFigures
 
 FORMAT = "prism-calibration"
 SCHEMA = 1
@@ -91,6 +92,8 @@ class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Large pinned copies; 0 without a GPU."""
     d2h_bytes_per_s: float = 0.0
     cpu: str = ""
+    benchmark: HostFigures | None = None
+    """What slices of a job are compared with."""
 
 
 class FamilyError(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,6 +281,14 @@ def _check(calibration: Calibration, source: str) -> None:
     if host is not None:
         for name in ("op_us", "dispatch_us", "view_us", "comm_us"):
             require(0 <= getattr(host, name) < 1e6, f"host.{name} is {getattr(host, name)}")
+        if host.benchmark is not None:
+            dispatch, enqueue = host.benchmark.dispatch_us, host.benchmark.enqueue_us
+            require(
+                bool(dispatch)
+                and all(0 < us < 1e6 for us in dispatch)
+                and all(0 <= us < 1e6 for us in enqueue.values()),
+                "host.benchmark has a time that cannot be",
+            )
         for name in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
             require(0 <= getattr(host, name) < 1e13, f"host.{name} is {getattr(host, name)}")
 

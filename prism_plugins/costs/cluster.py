@@ -80,14 +80,12 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     from_slices: bool = True
     """Scale the times to what slices took."""
-    slice_factor: float = 1.0
-    """How many times as long as the machine of the slices the target's host takes. Virtual machines with H200s took 1.6
-    (ZeRO-3) to 3 times (Megatron, small models) as long as the idle machine on which the package was made."""
-    measured_in_slices: bool = False
-    """The times are those of a job's slices; set by prism, not in a description."""
+    slice_factor: float = 0.0
+    """How many times as long as the machine of the slices the target's host takes for Python and torch's dispatcher. 0: what
+    the host benchmark says, run here beside the slices and on the machine of the calibration."""
     op_us: float = 10.0
-    """Per launched kernel: Python, dispatcher, autograd, the views around it and cudaLaunchKernel. Eager PyTorch issues
-    about 100,000 kernels per second on current servers."""
+    """Per launched kernel: Python, dispatcher, autograd, the views around it. Eager PyTorch issues about 100,000 kernels per
+    second on current servers."""
     view_us: float = 2.0
     """Per op that launches nothing."""
     comm_us: float = 25.0
@@ -95,6 +93,12 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     loop_us: float = 2.3
     """Per view in a bare Python loop, without the framework's work around an op; times ``slice_factor``. Default: measured
     on the idle machine on which the package was made; a virtual machine with an H200 took 4.3 to 5.6."""
+    enqueue_us: dict[str, float] = {}
+    """On top of these three, by kind of call (:mod:`prism_plugins.host_benchmark`): kernels' host code and the driver."""
+    measured_in_slices: bool = False
+    """The times are those of a job's slices; set by prism, not in a description, like ``source``."""
+    source: str = ""
+    """Where the times come from, for the report."""
     memory_bytes: int = 2_199_023_255_552
     """Of a node. Default: 2 TiB (NVIDIA DGX H100 data sheet: 2 TB)."""
     memory_bytes_per_s: float = 614.4e9
@@ -135,7 +139,14 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
 
-_MAY_BE_ZERO = ("nvlink_latency_us", "nic_latency_us", "num_nics", "nic_bytes_per_s", "nvlink_domain_gpus")
+_MAY_BE_ZERO = (
+    "slice_factor",
+    "nvlink_latency_us",
+    "nic_latency_us",
+    "num_nics",
+    "nic_bytes_per_s",
+    "nvlink_domain_gpus",
+)
 """Latencies of an ideal network; a node without a network; other counts and rates are positive."""
 _MAX_US = 1e6
 """Longest latency or host time a description may give."""

@@ -52,6 +52,7 @@ class CollectiveModel:
     ) -> None:
         self.cluster = cluster
         self.settings = settings or NcclSettings()
+        self._host_ns = (cluster.host.comm_us + cluster.host.enqueue_us.get("collective", 0.0)) * 1e3
         self.links = Links(cluster)
         self.tuner = Tuner(self.links, self.settings)
         self._measured = {p.kind for p in measured}
@@ -81,7 +82,7 @@ class CollectiveModel:
             duration_ns=us * 1e3,
             rule=f"nccl/{rule}" if known else f"nccl/unknown {kind}",
             provenance=provenance,
-            host_ns=self.cluster.host.comm_us * 1e3,
+            host_ns=self._host_ns,
             bytes=wire,
             channels=channels,
             link="nic" if place.num_nodes > 1 else "gpu",
@@ -102,7 +103,7 @@ class CollectiveModel:
             duration_ns=us * 1e3,
             rule="nccl/local",
             provenance="modelled",
-            host_ns=self.cluster.host.comm_us * 1e3,
+            host_ns=self._host_ns,
         )
 
     def _even(self, kind: str, nbytes: float, place: Placement) -> tuple[float, str, int]:

@@ -5,8 +5,10 @@ GEMMs, ``latency + bytes / bandwidth`` for the rest. What it does not know, the 
 peak it reaches, varies slowly with size. So ``log(measured / rule)`` is interpolated between the measured ops of one
 family, and ``time = rule * ratio``:
 
-* GEMMs and attention: first a linear trend in what their efficiency depends on (logarithms of the sizes, how far the
-  waves fill the GPU, the layout of the operands, a causal mask), by ridge regression; then the neighbours' residuals.
+* GEMMs: first a linear trend in what their efficiency depends on (logarithms of the sizes, how far the waves fill the
+  GPU, the layout of the operands), by ridge regression; then the neighbours' residuals.
+* Attention: first what its thread blocks waste (:mod:`prism_plugins.costs.attention_tiles`), then a trend in the width of
+  the heads and the causal mask, then the neighbours' residuals.
 * All families: inverse-distance weights of the nearest neighbours, in the logarithms of the sizes that matter, with a
   distance between kinds (op, dtypes, access pattern of the operands).
 
@@ -23,6 +25,14 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from prism_plugins.costs.attention_tiles import (
+    CUDNN,
+    EFFICIENT_BACKWARD,
+    EFFICIENT_FORWARD,
+    FLASH_BACKWARD,
+    FLASH_FORWARD,
+    log_waste,
+)
 from prism_plugins.costs.calibration import FamilyError, Figure
 from prism_plugins.costs.families import base_name, family_of
 from prism_plugins.costs.roofline import Roofline
@@ -74,6 +84,8 @@ class _Group(msgspec.Struct):
     points: list[_Point]
     positions: np.ndarray
     log_ratios: np.ndarray
+    known: np.ndarray
+    """What of the logarithms needs no fitting."""
     features: np.ndarray | None
     """Shape (num_points, num_features); None for families without a trend."""
     trend: np.ndarray | None
@@ -99,12 +111,14 @@ class Interpolation:
         rows = [features_of(p.figure.signature, self._num_sms) for p in members]
         features = np.array(rows) if all(row is not None for row in rows) else None
         log_ratios = np.log([p.ratio for p in members])
+        known = np.array([known_log_ratio(p.figure.signature, self._num_sms) for p in members])
         return _Group(
             points=members,
             positions=np.array([p.position for p in members]),
             log_ratios=log_ratios,
+            known=known,
             features=features,
-            trend=None if features is None else _fit(features, log_ratios),
+            trend=None if features is None else _fit(features, log_ratios - known),
         )
 
     def estimate(self, signature: OpSignature, *, without: Figure | None = None) -> Estimate | None:
@@ -127,9 +141,11 @@ class Interpolation:
             weights /= weights.sum()
             log_ratio = float(weights @ group.log_ratios[order])
         else:
-            trend = group.trend if without is None else _fit(group.features[left], group.log_ratios[left])
-            residuals = group.log_ratios[order] - group.features[order] @ trend
-            log_ratio = float(own @ trend) + float(weights @ residuals) / (float(weights.sum()) + _SHRINK)
+            unknown = group.log_ratios - group.known
+            trend = group.trend if without is None else _fit(group.features[left], unknown[left])
+            residuals = unknown[order] - group.features[order] @ trend
+            log_ratio = known_log_ratio(signature, self._num_sms) + float(own @ trend)
+            log_ratio += float(weights @ residuals) / (float(weights.sum()) + _SHRINK)
             weights /= weights.sum()
         near = [group.points[i].figure for i in order.tolist()]
         return Estimate(
@@ -195,14 +211,27 @@ def features_of(s: OpSignature, num_sms: int) -> np.ndarray | None:
             ]
         )  # fmt: skip
     if family in _ATTENTION and (sizes := attention_sizes(s)) is not None and min(sizes) > 0:
-        heads, queries, _, width = sizes
-        causal = float(bool(scalar(s, "is_causal")))
-        length, blocks = math.log2(queries) - 11, math.log2(heads * queries / 128 / num_sms)
-        narrow = float(width <= 64)
-        return np.array(
-            [1.0, causal, length, causal * length, blocks, causal * blocks, narrow, causal * narrow]
-        )
+        return np.array([1.0, float(sizes[3] <= 64), float(bool(scalar(s, "is_causal")))])
     return None
+
+
+def known_log_ratio(s: OpSignature, num_sms: int) -> float:
+    """What attention's thread blocks waste; 0 for other ops."""
+    family = family_of(s.op)
+    if family not in _ATTENTION or (sizes := attention_sizes(s)) is None or min(sizes) <= 0:
+        return 0.0
+    backward = family.endswith("backward")
+    if family.startswith("cudnn"):
+        tiles = CUDNN
+    elif "efficient" in s.op:
+        tiles = EFFICIENT_BACKWARD if backward else EFFICIENT_FORWARD
+    else:
+        tiles = FLASH_BACKWARD if backward else FLASH_FORWARD
+    heads, queries, keys, _ = sizes
+    causal = bool(scalar(s, "is_causal"))
+    return log_waste(
+        tiles, heads=heads, queries=queries, keys=keys, causal=causal, backward=backward, num_sms=num_sms
+    )
 
 
 def position_of(s: OpSignature) -> tuple[float, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from prism_plugins.costs.base import CostModel
-from prism_plugins.costs.calibration import Calibration, read_calibration
+from prism_plugins.costs.calibration import Calibration, HostCosts, read_calibration
 from prism_plugins.costs.cluster import Cluster
-from prism_plugins.costs.measured import build_measured
+from prism_plugins.costs.measured import build_measured, shipped_calibration
 from prism_plugins.costs.modelled import ModelledCosts
 from prism_plugins.costs.nccl.settings import NcclSettings
 
@@ -28,6 +28,15 @@ def build_cost_model(
     if calibration == NO_CALIBRATION:
         return ModelledCosts(cluster, nccl=nccl)
     return build_measured(cluster, calibration, nccl=nccl)
+
+
+def host_of(calibration: Calibration | Literal["none"] | None) -> HostCosts | None:
+    """The host a calibration was measured on; the shipped one's where the user gave none that tells."""
+    if calibration == NO_CALIBRATION:
+        return None
+    if calibration is not None and calibration.host is not None and calibration.host.benchmark is not None:
+        return calibration.host
+    return shipped_calibration().host
 
 
 def load_calibration(name: str) -> Calibration | Literal["none"] | None:

@@ -16,13 +16,6 @@ HBM_SHARED = 0.92
 """Of the data-sheet bandwidth: what the fastest streaming kernels reach on an H200 (costs/efficiency.py)."""
 
 
-_SOURCE = {
-    True: ": CPU time of the slices on this machine times host.slice_factor of the cluster",
-    False: ", whatever the framework",
-}
-"""Where host times come from."""
-
-
 class ModelledCosts(SteadyClock):
     """Prices from formulas alone; a measured model wraps this one and overrides what it has measured."""
 
@@ -77,6 +70,6 @@ class ModelledCosts(SteadyClock):
             "no measurement of this job was made",
             *self._collectives.assumptions(),
             f"the host takes {c.host.op_us:g} us per launched op, {c.host.view_us:g} us per view, "
-            f"{c.host.comm_us:g} us per collective{_SOURCE[c.host.measured_in_slices]}",
+            f"{c.host.comm_us:g} us per collective, {c.host.source or 'whatever the framework'}",
             "float32 GEMMs run without TF32; GPUs are equal",
         )

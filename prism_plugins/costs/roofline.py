@@ -16,7 +16,7 @@ from prism_plugins.costs.base import Price
 from prism_plugins.costs.cluster import Cluster
 from prism_plugins.costs.efficiency import Efficiency, efficiency_of
 from prism_plugins.costs.families import family_of
-from prism_plugins.costs.host import is_host_work, price_host_work
+from prism_plugins.costs.host import enqueue_kind, is_host_work, price_host_work
 from prism_plugins.costs.rules import RULES, bytes_bound
 from prism_plugins.program.model import OpSignature
 
@@ -47,7 +47,7 @@ class Roofline:
             duration_ns=duration_s * 1e9,
             rule=f"roofline/{family or 'unknown'}",
             provenance=provenance,
-            host_ns=self.host.op_us * 1e3,
+            host_ns=(self.host.op_us + self.host.enqueue_us.get(enqueue_kind(signature.op), 0.0)) * 1e3,
             flops=work.flops,
             bytes=work.bytes,
         )

@@ -194,6 +194,17 @@ class Startup(msgspec.Struct, frozen=True, kw_only=True):
     """Calls beyond those kept."""
 
 
+class HostFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast a machine issues work (:mod:`prism_plugins.host_benchmark`); CPU time of the issuing thread, microseconds."""
+
+    version: int
+    """Of the benchmark; figures of different versions cannot be compared."""
+    dispatch_us: tuple[float, ...]
+    """A step of a training loop without a device. Of a slice: measured after each iteration."""
+    enqueue_us: dict[str, float]
+    """A call on the device by kind."""
+
+
 class SliceReport(msgspec.Struct, kw_only=True):
     """How a slice went."""
 
@@ -211,6 +222,8 @@ class SliceReport(msgspec.Struct, kw_only=True):
     seconds_per_iteration: tuple[float, ...] = ()
     cpu_seconds_per_iteration: tuple[float, ...] = ()
     """CPU time of the process, all threads."""
+    host: HostFigures | None = None
+    """How fast the machine was; None where it was not measured."""
     iteration_hashes: tuple[str, ...] = ()
     steady: bool = False
     script_ended: bool = False
