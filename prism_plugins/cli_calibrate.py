@@ -14,6 +14,7 @@ from prism_plugins.costs.calibration import (
     write_calibration,
 )
 from prism_plugins.costs.families import family_of
+from prism_plugins.costs.measured import expected_errors
 from prism_plugins.costs.nccl.measured import KINDS
 from prism_plugins.errors import PrismError
 from prism_plugins.streams import visible
@@ -206,8 +207,9 @@ def show(calibration: Calibration) -> list[str]:
         family = family_of(figure.signature.op) or "unknown"
         by_family[family] = by_family.get(family, 0) + 1
     lines.append(f"{'family':26} {'figures':>7}  leave-one-out error: median, p95")
+    errors = expected_errors(c)
     for family, count in sorted(by_family.items(), key=lambda item: -item[1]):
-        error = c.errors.get(family)
+        error = errors.get(family)
         known = f"{error.median:6.1%} {error.p95:6.1%} ({error.count})" if error else "-"
         lines.append(f"{family:26} {count:7}  {known}")
     by_call: dict[tuple[str, int], list[int]] = {}

@@ -124,8 +124,6 @@ class Calibration(msgspec.Struct, kw_only=True):
     collectives: list[CollectivePoint] = []
     not_measured: dict[str, int] = {}
     """Why signatures could not be measured, and how many."""
-    errors: dict[str, FamilyError] = {}
-    """By family."""
 
 
 class _Header(msgspec.Struct):
@@ -226,7 +224,6 @@ def merge(calibrations: Sequence[Calibration]) -> Calibration:
         power=next((c.power for c in reversed(calibrations) if c.power), None),
         host=next((c.host for c in reversed(calibrations) if c.host), None),
         not_measured=not_measured,
-        errors={},
     )
 
 

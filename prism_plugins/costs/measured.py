@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from prism_plugins.costs.base import CostModel, Price, SteadyClock
-from prism_plugins.costs.calibration import Calibration, parse_calibration, signature_key
+from prism_plugins.costs.calibration import Calibration, FamilyError, parse_calibration, signature_key
 from prism_plugins.costs.cluster import Cluster, load_cluster, presets
 from prism_plugins.costs.interpolate import Interpolation
 from prism_plugins.costs.modelled import ModelledCosts
@@ -273,6 +273,14 @@ def reference_cluster(gpu: str, cluster: Cluster) -> Cluster | None:
     if cluster.gpu.name == gpu:
         return cluster
     return next((c for c in map(load_cluster, presets()) if c.gpu.name == gpu), None)
+
+
+def expected_errors(calibration: Calibration) -> dict[str, FamilyError]:
+    """Leave-one-out errors of its interpolation by family; empty for a GPU that no preset describes."""
+    reference = reference_cluster(calibration.gpu, load_cluster())
+    if reference is None:
+        return {}
+    return Interpolation(calibration.figures, Roofline(reference)).leave_one_out()
 
 
 def _headroom(burst_mhz: float, clock_mhz: float) -> float:
