@@ -124,6 +124,8 @@ class Calibration(msgspec.Struct, kw_only=True):
     collectives: list[CollectivePoint] = []
     not_measured: dict[str, int] = {}
     """Why signatures could not be measured, and how many."""
+    errors: dict[str, FamilyError] = {}
+    """Leave-one-out errors by family; of the shipped file."""
 
 
 class _Header(msgspec.Struct):
@@ -224,6 +226,7 @@ def merge(calibrations: Sequence[Calibration]) -> Calibration:
         power=next((c.power for c in reversed(calibrations) if c.power), None),
         host=next((c.host for c in reversed(calibrations) if c.host), None),
         not_measured=not_measured,
+        errors={},
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.cluster import check_world, load_cluster
 from prism_plugins.costs.efficiency import efficiency_of
-from prism_plugins.costs.model import build_cost_model, load_calibration
+from prism_plugins.costs.model import build_cost_model, host_of, load_calibration
 from prism_plugins.costs.nccl.settings import parse_settings
 from prism_plugins.errors import Interrupted, PrismError
 from prism_plugins.host_speed import with_host_of_slices
@@ -320,13 +320,20 @@ class Search:
         if self._job.options.device == "virtual" and cluster.host.from_slices:
             if any(self._earlier_host):
                 op, view, comm = self._earlier_host
-                host = msgspec.structs.replace(cluster.host, op_us=op, view_us=view, comm_us=comm)
+                target = host_of(self._calibration)
+                calls = target.benchmark.enqueue_us if target is not None and target.benchmark else {}
+                host = msgspec.structs.replace(
+                    cluster.host, op_us=op, view_us=view, comm_us=comm, enqueue_us=calls
+                )
                 cluster = msgspec.structs.replace(cluster, host=host)
             else:
                 ranks = np.arange(layout.world_size)
                 cls = RankClass(name="all", ranks=ranks, representative=0, exemplar=program)
                 cluster = with_host_of_slices(
-                    cluster, JobPrograms(layout=layout, classes=(cls,)), {0: report}
+                    cluster,
+                    JobPrograms(layout=layout, classes=(cls,)),
+                    {0: report},
+                    host_of(self._calibration),
                 )
             host = msgspec.structs.replace(cluster.host, from_slices=False, measured_in_slices=False)
             cluster = msgspec.structs.replace(cluster, host=host)

@@ -65,6 +65,7 @@ def test_a_shape_between_measured_ones_is_interpolated_and_an_unknown_kind_is_mo
 
 def test_expected_errors_of_what_ships() -> None:
     errors = expected_errors(SHIPPED)
+    assert errors == SHIPPED.errors
     for family in ("gemm", "batched_gemm", "scaled_gemm"):
         assert errors[family].median < 0.05
     for kind in ("attention", "cudnn_attention"):
