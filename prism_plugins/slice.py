@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from prism_plugins.capture.recorder import DeviceStats
 
 
-HOST_BENCHMARK_S = 0.1
+HOST_BENCHMARK_S = 0.05
 """Time given to the host benchmark after each iteration."""
 
 
