@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from check_megatron_launches import COMMON, SIZE_175B
+from check_megatron_launches import COMMON, LOCAL, SIZE_175B
 
 from prism_plugins.cli_tune import parse_knobs, report, tune
 from prism_plugins.options import parse_command
@@ -57,7 +57,7 @@ def main() -> int:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if args.large:
         os.environ["PYTHONPATH"] = str(args.megatron)
-        launch = [str(args.megatron / "pretrain_gpt.py"), *COMMON.split(), *LARGE.split()]
+        launch = [str(args.megatron / "pretrain_gpt.py"), *COMMON.split(), *LOCAL.split(), *LARGE.split()]
     else:
         launch = [str(Path(__file__).with_name("train_gpt_megatron.py")), *SMALL.split()]
     world = 1024 if args.large else 64

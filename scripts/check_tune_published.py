@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from check_megatron_launches import COMMON
+from check_megatron_launches import COMMON, LOCAL
 
 from prism_plugins.cli_tune import parse_knobs
 from prism_plugins.integrations.megatron.tune import MegatronTuner
@@ -139,7 +139,7 @@ def main() -> int:
 
 def check(name: str, pair: Pair, megatron: Path, out: Path) -> bool:
     """Compose one pair and print its line; True when it is ranked as measured."""
-    common = COMMON.replace("--bf16", pair.precision).replace("--micro-batch-size 1", "")
+    common = f"{COMMON} {LOCAL}".replace("--bf16", pair.precision).replace("--micro-batch-size 1", "")
     words = [str(megatron / "pretrain_gpt.py"), *common.split(), *pair.model.split(), *pair.own.split()]
     job = parse_command(
         [f"--prism-world-size={pair.world}", f"--prism-cluster={pair.cluster}", "--prism-emulate", *words]

@@ -352,6 +352,8 @@ class Search:
                 counts.left += 1
                 return
             if isinstance(costs, str):
+                if item.point == space.own and not self._is_side:
+                    raise PrismError(f"a reduced job of the launch itself does not run: {costs}")
                 self._illegal[f"its reduced job does not run: {costs}"] += 1
                 counts.legal -= 1
                 return
