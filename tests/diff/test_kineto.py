@@ -183,7 +183,7 @@ class TestBrokenInput:
             ("t.json", b'{"traceEvents": 3}', "not a Kineto trace"),
             ("t.json", b'{"traceEvents": []}', "without device work"),
             ("t.json", b'{"traceEvents": [{"ph": "X", "ts": "soon"}]}', "not a Kineto trace"),
-            ("t.json.gz", gzip.compress(b'{"traceEvents": []}')[:20], "truncated"),
+            ("t.json.gz", gzip.compress(b'{"traceEvents": []}', mtime=0)[:20], "truncated"),
             ("t.json.gz", b"\x1f\x8bgarbage", "cannot be read"),
             ("train.log", b"step 1 loss 3\n", "neither a Kineto trace"),
             ("train.log", bytes(range(256)) * 10, "neither a Kineto trace"),
