@@ -36,9 +36,15 @@ ENTRY_POINTS = (
 )
 
 
+_PLAIN = "torch.distributed"
+"""Integration of loops without a framework."""
+
+
 def refuse_unsupported(context: SliceContext, integrations: Collection[str]) -> None:
     """Hook the entry points that none of ``integrations`` (names) takes."""
-    known = ", ".join(sorted(integrations)) or "none"
+    known = ", ".join(sorted(set(integrations) - {_PLAIN})) or "none is installed"
+    if _PLAIN in integrations:
+        known += ", or all_reduce calls of your own on its gradients"
     for entry in ENTRY_POINTS:
         if entry.integration not in integrations:
             context.on_import(entry.module, functools.partial(_hook, context, entry, known))
@@ -53,8 +59,8 @@ def _hook(context: SliceContext, entry: EntryPoint, known: str, module: ModuleTy
     @functools.wraps(getattr(target, name))
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise PrismError(
-            f"this script trains with {entry.what}, which prism does not emulate yet "
-            f"(frameworks it knows: {known})"
+            f"this script trains with {entry.what}, which prism does not emulate yet; "
+            f"give the model to a framework it knows instead ({known})"
         )
 
     context.patch(target, name, refuse, why=f"{entry.what} is not supported yet")

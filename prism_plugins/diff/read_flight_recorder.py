@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prism_plugins.diff.real import OpKey, OpTotal, RealRank, RealRun
+from prism_plugins.emit.flight_recorder import MESSAGE
 from prism_plugins.errors import FileFormatError
 
 _MAX_BYTES = 512 << 20
@@ -62,6 +63,7 @@ def _key(entry: dict) -> OpKey:
     desc = str(group[1]) if isinstance(group, (list, tuple)) and len(group) > 1 else ""
     name = str(entry.get("profiling_name", "")).removeprefix("nccl:").partition(" ")[0]
     sizes = [*_sizes(entry.get("input_sizes")), *_sizes(entry.get("output_sizes"))]
+    desc = desc.removesuffix(MESSAGE)  # prism's own dumps
     return OpKey(_KINDS.get(name, name), ((max(sizes, default=0),),), desc or "unnamed group")
 
 

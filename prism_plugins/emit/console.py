@@ -114,7 +114,7 @@ def _job(p: Prediction) -> Text:
         or (p.layout.get(name, 1) > 1 and (name != "etp" or p.layout.get("ep", 1) > 1))
     )
     return Text(
-        f"{p.framework}, {p.world_size:,} ranks ({layout}), {p.num_microbatches} micro-batches"
+        f"{p.framework}, {p.world_size:,} ranks ({layout}), {_count(p.num_microbatches, 'micro-batch', 'micro-batches')}"
         f" on {p.cluster}; device {p.device}"
     )
 
@@ -261,7 +261,7 @@ def _outside_torch(memory: ClassMemory) -> list[tuple[str, int]]:
     nccl = {name: size for name, size in memory.outside_torch.items() if name.startswith("nccl")}
     rest = [(n.replace("_", " "), size) for n, size in memory.outside_torch.items() if n not in nccl]
     groups = len(nccl.keys() - {"nccl"})
-    return [*rest, (f"NCCL, {groups} groups", sum(nccl.values()))] if nccl else rest
+    return [*rest, (f"NCCL, {_count(groups, 'group', 'groups')}", sum(nccl.values()))] if nccl else rest
 
 
 def _host_memory(host: HostMemory) -> Text:
@@ -270,6 +270,10 @@ def _host_memory(host: HostMemory) -> Text:
         f"{gib(host.peak_bytes)} at most since the start, of {gib(host.capacity_bytes)}\n"
         f"a slice reserved {gib(host.untouched_bytes)} of host memory without touching it"
     )
+
+
+def _count(number: int, one: str, more: str) -> str:
+    return f"{number:,} {one if number == 1 else more}"
 
 
 def _spread(memory: Sequence[ClassMemory]) -> str:
@@ -289,7 +293,7 @@ def _ranks(p: Prediction) -> Text:
     sources = ", ".join(f"{count:,} {source}" for source, count in counts.items() if count)
     text = Text(
         f"{len(p.slices)} slices ({seconds:.1f} s of work, {cached} from the cache, up to {ops:,} ops an iteration)"
-        f" stand for {p.world_size:,} ranks in {len(p.classes)} classes"
+        f" stand for {p.world_size:,} ranks in {_count(len(p.classes), 'class', 'classes')}"
     )
     if sources:
         text.append(f"\nprograms of ranks: {sources}; simulated in {p.simulate_seconds:.2f} s")

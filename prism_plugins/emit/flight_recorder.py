@@ -1,7 +1,7 @@
 """An iteration of virtual ranks as dumps of PyTorch's flight recorder, for its own analyzer (``torchfrtrace``).
 
 The format is PyTorch's (``TORCH_NCCL_DUMP_ON_TIMEOUT``; read by ``torch.distributed.flight_recorder``): a pickle of plain
-containers, strings and numbers a rank. Nothing in prism reads it back.
+containers, strings and numbers a rank.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from prism_plugins.simulate.compile import comm_ops
 VERSION = "2.10"
 """Of the recorder's format: entries of coalesced collectives are recorded one by one from 2.7 on."""
 PREFIX = "rank_"
+MESSAGE = " message"
+"""Ends the description of the groups of two that messages get."""
 _NAMES = {
     "barrier": "all_reduce_barrier",
     "all_gather": "_all_gather_base",
@@ -131,7 +133,7 @@ def _place(comm: CommSignature, program: Program, uids: list[str]) -> tuple[str,
     source, target = ranks.index(sender), ranks.index(receiver)
     name = f"send {source}->{target}" if comm.kind == "send" else f"recv {target}<-{source}"
     uid = f"{uids[comm.group]}.{sender}to{receiver}"
-    return uid, GroupInfo(ranks=ranks, name=uid, desc=f"{group.desc} message"), name
+    return uid, GroupInfo(ranks=ranks, name=uid, desc=group.desc + MESSAGE), name
 
 
 def _sizes(comm: CommSignature) -> tuple[list[int], list[int]]:

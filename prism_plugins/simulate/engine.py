@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 
 from prism_plugins.costs.base import CostModel
-from prism_plugins.errors import PrismError
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.model import EventKind
 from prism_plugins.program.prediction import Breakdown
@@ -83,7 +82,15 @@ class Simulation:
     last: Simulation | None = None
     """The one that ran last, so that callers who only kept the timeline need not simulate again."""
 
-    def __init__(self, job: JobPrograms, costs: CostModel, disturbance: Disturbance | None = None) -> None:
+    def __init__(
+        self,
+        job: JobPrograms,
+        costs: CostModel,
+        disturbance: Disturbance | None = None,
+        *,
+        fork: bool = True,
+    ) -> None:
+        """Without ``fork`` ranks with variants are linked whole, not behind a common stretch: same times, more work."""
         began = time.perf_counter()
         self.job = job
         self.costs = costs
@@ -96,11 +103,15 @@ class Simulation:
             self._world.disturbed = self._disturbance.labels(job.layout.world_size)
         self._layers: list[Layer] = []
         self._units: list[Unit] = []
-        coarse = refine(self._sources, self._world, with_variants=False)
-        if any(cls.variant_of for cls in job.classes):
+        has_variants = any(cls.variant_of for cls in job.classes)
+        if has_variants and fork:
+            coarse = refine(self._sources, self._world, with_variants=False)
             self._quotient, self._leaves = self._forked(coarse)
         else:
-            self._quotient, self._leaves = coarse, self._link(coarse)
+            self._quotient = (
+                self._fine() if has_variants else refine(self._sources, self._world, with_variants=False)
+            )
+            self._leaves = self._link(self._quotient)
         self._machine = Machine(self._layers, self._units)
         self._run()
         self._interfere()
@@ -130,13 +141,12 @@ class Simulation:
     def vector_machine(self, factors: tuple[float, float]) -> VectorMachine:
         """The same job for ranks that have speeds of their own, between these factors on their kernels.
 
-        Raises :class:`PrismError` for jobs whose ranks have optimizer shards of their own (leave those out), or exchange
-        messages within a class.
+        A job with variants is simulated once more, each rank whole; leave the optimizer shards of large jobs out.
+
+        Raises :class:`PrismError` for jobs whose ranks exchange messages within a class.
         """
         if len(self._layers) > 1:
-            raise PrismError(
-                "ranks with optimizer shards of their own cannot be jittered; leave the shards out"
-            )
+            return Simulation(self.job, self.costs, self._disturbance, fork=False).vector_machine(factors)
         return VectorMachine(self._layers[0], self._units, self._world, factors=factors)
 
     # ── assembly ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -170,16 +180,23 @@ class Simulation:
         """Link the common stretch of each coarse cell and, behind it, the rest of each fine cell."""
         forks = fork_points(self._sources, coarse)
         trunk = self._link(coarse, ends=forks)
-        fine = refine(self._sources, self._world, with_variants=True)
+        ends = np.array([unit.stretch.hi for unit in trunk])
+        fine = self._fine(ends[coarse.cell_of_rank])
         parents = [trunk[int(coarse.cell_of_rank[cell.ranks[0]])] for cell in fine.cells]
+        return fine, self._link(fine, parents=parents)
+
+    def _fine(self, fork_of_rank: np.ndarray | None = None) -> Quotient:
+        """Cells of ranks with equal variants, with their programs from the fork (or from the start) on."""
+        fine = refine(self._sources, self._world, with_variants=True)
+        forks = np.zeros(len(fine.cell_of_rank), dtype=np.int64) if fork_of_rank is None else fork_of_rank
         cells = tuple(
             msgspec.structs.replace(
-                cell, program=self._sources[cell.class_index].branch(int(cell.ranks[0]), parent.stretch.hi)
+                cell,
+                program=self._sources[cell.class_index].branch(int(cell.ranks[0]), int(forks[cell.ranks[0]])),
             )
-            for cell, parent in zip(fine.cells, parents, strict=True)
+            for cell in fine.cells
         )
-        fine = msgspec.structs.replace(fine, cells=cells)
-        return fine, self._link(fine, parents=parents)
+        return msgspec.structs.replace(fine, cells=cells)
 
     # ── run and report ───────────────────────────────────────────────────────────────────────────────────────
 

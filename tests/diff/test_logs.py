@@ -97,6 +97,14 @@ class TestFlightRecorder:
         assert line.split()[-1] == "3.00"
         assert "not predicted" not in text
 
+    def test_the_run_s_own_dumps_show_nothing_unexpected(self, run, tmp_path, capsys):
+        assert cli.main(["flight-recorder", "latest", "--out", str(tmp_path)]) == 0
+        assert cli.main(["diff", "latest", str(tmp_path)]) == 0
+        text = capsys.readouterr().out
+        assert "recv 16777216 in PIPELINE_MODEL_PARALLEL_GROUP" in text
+        assert "not predicted" not in text
+        assert "not in the dump" not in text
+
     def test_a_call_that_was_not_predicted(self, run, tmp_path, capsys):
         held = dump(load_view(run), 0, 1)
         held["entries"].append(
