@@ -7,6 +7,7 @@ by :mod:`prism_plugins.moe_load`. The probabilities stay as Megatron computes th
 from __future__ import annotations
 
 import functools
+import inspect
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,10 @@ UNSLICED_EXPERTS = (
 NO_TE_GEMM = (
     "moe_utils.te_general_gemm, undefined without Transformer Engine in megatron-core 0.16, is taken as None"
 )
+SINKHORN = "sinkhorn routing repeats its normalization as often as it does for normally distributed logits"
+DROPPED = (
+    "experts beyond their capacity drop the tokens that come last, not those with the smallest probabilities"
+)
 
 
 @functools.lru_cache(maxsize=16)
@@ -33,6 +38,42 @@ def _routing_map(load: str, num_tokens: int, num_experts: int, topk: int) -> Any
 
     choice = torch.tensor(expert_choice(load, num_tokens, num_experts, topk))
     return torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(1, choice, True)
+
+
+@functools.lru_cache(maxsize=16)
+def _map_within_capacity(
+    load: str, num_tokens: int, num_experts: int, topk: int, capacity: int, *, padded: bool
+) -> Any:
+    """The policy's routing map after every expert kept its first ``capacity`` tokens, on the CPU, bool, shape
+    (num_tokens, num_experts). ``padded``: an expert that has fewer takes the first tokens that were not its own."""
+    wanted = _routing_map(load, num_tokens, num_experts, topk)
+    kept = wanted & (wanted.cumsum(0) <= capacity)
+    if padded:
+        kept |= ~wanted & ((~wanted).cumsum(0) <= capacity - kept.sum(0))
+    return kept
+
+
+class _Rounds:
+    """A tolerance that ``error > tolerance`` compares with; ``of`` rounds exceed it, or those that really do."""
+
+    def __init__(self, tolerance: float, of: int | None = None) -> None:
+        self.tolerance, self.of, self.count = tolerance, of, 0
+
+    def __lt__(self, error: Any) -> bool:
+        exceeds = bool(error > self.tolerance)  # Reads the error from the device, as the comparison would.
+        exceeds = exceeds if self.of is None else self.count < self.of
+        self.count += exceeds
+        return exceeds
+
+
+def sinkhorn_rounds(original: Any, num_tokens: int, num_experts: int, tolerance: float) -> int:
+    """Rounds that Megatron's ``sinkhorn`` takes for logits of the standard normal distribution."""
+    import torch
+
+    rounds = _Rounds(tolerance)
+    generator = torch.Generator("cpu").manual_seed(1)
+    original(torch.randn(num_tokens, num_experts, generator=generator, device="cpu"), rounds)
+    return rounds.count
 
 
 def expert_kinds(
@@ -97,6 +138,68 @@ def _aux_loss_routing(session: Session, original: Any, module: ModuleType) -> An
     return compute_routing_scores_for_aux_loss
 
 
+def _sinkhorn(session: Session, original: Any, module: ModuleType) -> Any:
+    """It normalizes until its result changes no more, which a virtual device cannot tell."""
+    rounds_of = functools.lru_cache(maxsize=16)(functools.partial(sinkhorn_rounds, original))
+
+    @functools.wraps(original)
+    def sinkhorn(cost: Any, tol: float = 1e-4) -> Any:
+        session.context.assume(SINKHORN)
+        return original(cost, _Rounds(tol, of=rounds_of(*cost.shape, tol)))
+
+    return sinkhorn
+
+
+def _sinkhorn_routing(session: Session, original: Any, module: ModuleType) -> Any:
+    @functools.wraps(original)
+    def sinkhorn_load_balancing(self: Any, logits: Any) -> Any:
+        with _real_values_up_to(session, map_bytes(*logits.shape, self.topk)):
+            scores, routing_map = original(self, logits)
+        return scores, _route(session, routing_map, self.topk)
+
+    return sinkhorn_load_balancing
+
+
+def _drop(session: Session, original: Any, module: ModuleType) -> Any:
+    """Which tokens exceed an expert's capacity follows from the routing map; the original goes by probabilities."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def apply_router_token_dropping(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        topk, padded = given.arguments["router_topk"], given.arguments["pad_to_capacity"]
+        num_tokens, num_experts = given.arguments["routing_map"].shape
+        capacity = module.get_capacity(
+            num_tokens=num_tokens * topk,
+            num_experts=num_experts,
+            capacity_factor=given.arguments["capacity_factor"],
+        )
+        with _real_values_up_to(session, map_bytes(num_tokens, num_experts, topk)):
+            probs, routing_map = original(*args, **kwargs)
+        from prism_plugins.device.real_values import write_values
+
+        session.context.assume(DROPPED)
+        load = session.context.spec.moe_load
+        return probs, write_values(
+            routing_map,
+            _map_within_capacity(load, num_tokens, num_experts, topk, capacity, padded=padded),
+        )
+
+    return apply_router_token_dropping
+
+
+def _padded_map(session: Session, original: Any, module: ModuleType) -> Any:
+    """How many tokens an expert lacks to a multiple is computed from the map, in int64 running sums."""
+
+    @functools.wraps(original)
+    def pad_routing_map(routing_map: Any, *args: Any, **kwargs: Any) -> Any:
+        with _real_values_up_to(session, 8 * routing_map.numel()):
+            return original(routing_map, *args, **kwargs)
+
+    return pad_routing_map
+
+
 def _permute(session: Session, original: Any, module: ModuleType) -> Any:
     """Sizes of what is permuted follow from the map, which may be larger than what has real memory by default."""
 
@@ -140,11 +243,16 @@ def _router_gating(session: Session, original: Any, module: ModuleType) -> Any:
 
 
 _MODULE = "megatron.core.transformer.moe.moe_utils"
+_ROUTER = "megatron.core.transformer.moe.router"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 HOOKS = (
     (_MODULE, "topk_routing_with_score_function", _topk_routing, "routing by --prism-moe-load"),
     (_MODULE, "compute_routing_scores_for_aux_loss", _aux_loss_routing, "routing by --prism-moe-load"),
+    (_ROUTER, "TopKRouter.sinkhorn_load_balancing", _sinkhorn_routing, "routing by --prism-moe-load"),
+    (_MODULE, "sinkhorn", _sinkhorn, "rounds that follow from values"),
+    (_MODULE, "apply_router_token_dropping", _drop, "dropping by --prism-moe-load"),
+    (_MODULE, "pad_routing_map", _padded_map, "sizes that follow from the routing map"),
     (_MODULE, "permute", _permute, "sizes that follow from the routing map"),
     *(
         (

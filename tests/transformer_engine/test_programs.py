@@ -60,6 +60,28 @@ CASES = {
         "parallel": EP,
         "config": {**EXPERTS, "moe_permute_fusion": True, "moe_router_fusion": True},
     },
+    "moe sinkhorn": {
+        "moe": True,
+        "parallel": EP,
+        "config": {**EXPERTS, "moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1},
+    },
+    "moe dropped": {"moe": True, "parallel": EP, "config": {**EXPERTS, "moe_expert_capacity_factor": 0.5}},
+    "moe to capacity": {
+        "moe": True,
+        "parallel": EP,
+        "config": {**EXPERTS, "moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
+    },
+    "moe padded": {
+        "moe": True,
+        "parallel": EP,
+        "config": {
+            **EXPERTS,
+            "num_moe_experts": 6,
+            "moe_router_padding_for_quantization": True,
+            "fp8": "hybrid",
+            "fp8_recipe": "tensorwise",
+        },
+    },
     "fp8 delayed": {"parallel": TP, "config": {**SP, "fp8": "hybrid", "fp8_recipe": "delayed"}},
     "fp8 current": {"parallel": TP, "config": {**SP, "fp8": "hybrid", "fp8_recipe": "tensorwise"}},
     "fp8 block": {"parallel": TP, "config": {**SP, "fp8": "e4m3", "fp8_recipe": "blockwise"}},
@@ -262,6 +284,34 @@ def test_fused_routing_and_permutation(counts):
     assert op("triton::permute_kernel") == op("triton::unpermute_kernel") == L * M * 2
     assert comm("all_to_all") == L * M * 6
     assert counts("moe")[0]("triton::permute_kernel") == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "tokens"),
+    [
+        # Each of 2 expert-parallel ranks routes 512 tokens, to `topk` of 4 experts.
+        ("moe", 2 * 512 * 2 // 4),
+        ("moe sinkhorn", 2 * 512 // 4),
+        ("moe dropped", 2 * 512 * 2 // 4 // 2),
+        ("moe to capacity", 2 * 512 * 2 // 4 * 3 // 2),
+        ("moe padded", 2 * 176),  # 1024 assignments over 6 experts, from 170 or 171 to a multiple of 16
+    ],
+)
+def test_tokens_that_an_expert_works_on(counts, recorded, case, tokens):
+    op, comm = counts(case)
+    assert op("te::grouped_gemm") + op("te::fp8_grouped_gemm") == L * M * 6
+    assert comm("all_to_all") == L * M * 6
+    assert (
+        sum(n for shape, n in recorded[case]["shapes"].items() if shape.startswith(f"{tokens}x2048x512 "))
+        >= L * M
+    )
+
+
+def test_sinkhorn_repeats_as_it_would_for_normal_logits(counts):
+    op, _ = counts("moe sinkhorn")
+    # A round compares its error with the tolerance once.
+    rounds = op("aten::gt.Scalar") / (L * M)
+    assert 3 <= rounds <= 6
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])

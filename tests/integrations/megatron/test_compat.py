@@ -105,3 +105,39 @@ def test_ranks_with_other_experts_are_of_another_kind_where_experts_are_loaded_u
     assert told == (tuple((size,) for size in loads), kinds)
     assert moe.expert_kinds(session, layout, config, sharded=True) == ((), ())
     assert session.context.assumptions == [moe.UNSLICED_EXPERTS] * bool(kinds)
+
+
+@pytest.mark.parametrize("load", ["balanced", "zipf:1.5"])
+def test_experts_keep_tokens_up_to_their_capacity(load):
+    wanted = moe._routing_map(load, 64, 8, 2)
+    kept = moe._map_within_capacity(load, 64, 8, 2, 12, padded=False)
+    assert not (kept & ~wanted).any()
+    assert kept.sum(0).tolist() == wanted.sum(0).clamp(max=12).tolist()
+    padded = moe._map_within_capacity(load, 64, 8, 2, 12, padded=True)
+    assert padded.sum(0).tolist() == [12] * 8
+    assert (padded & wanted).equal(kept)
+    # A capacity of more than all tokens: every expert takes them all.
+    assert moe._map_within_capacity(load, 64, 8, 2, 65, padded=True).all()
+
+
+def test_sinkhorn_takes_the_rounds_it_is_told():
+    from megatron.core.transformer.moe.moe_utils import sinkhorn
+
+    cost = torch.randn(64, 4, generator=torch.Generator().manual_seed(2))
+    rounds = moe._Rounds(1e-4)
+    assert sinkhorn(cost, rounds).equal(sinkhorn(cost))
+    assert rounds.count > 1
+    # Of values that say nothing (all alike), as on a virtual device, there would be one change only.
+    alike = moe._Rounds(1e-4)
+    sinkhorn(torch.zeros(64, 4), alike)
+    context = FakeContext()
+    seen = []
+
+    def told(cost, tol):
+        seen.append(tol)
+        return sinkhorn(cost, tol)
+
+    told_hook = moe._sinkhorn(Session(context), told, None)
+    told_hook(torch.zeros(64, 4))
+    assert seen[-1].count == moe.sinkhorn_rounds(sinkhorn, 64, 4, 1e-4) > alike.count
+    assert context.assumptions == [moe.SINKHORN]
