@@ -48,7 +48,8 @@ def check_finished(rundir: RunDir, info: RunInfo) -> None:
         )
     if info.status != "ok":
         raise PrismError(
-            f"the run in {rundir.path} has no prediction (status: {info.status}); start it again to finish it"
+            f"the run in {rundir.path} has no prediction (status: {info.status}): look into the logs of its slices, "
+            f"{rundir.path}/slices/*/log.txt; start it again to finish it"
         )
 
 

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from prism_plugins import cli, cli_doctor, cli_run
@@ -33,6 +34,12 @@ class TestShow:
         text = capsys.readouterr().out
         assert "1,234.5 ms" in text
         assert "prism_out/20260101-000000-train/prediction.json" in text
+
+    def test_a_run_that_failed_names_the_logs(self, run, capsys):
+        run.write_info(msgspec.structs.replace(run.read_info(), status="failed"))
+        assert "no prediction (status: failed): look into the logs of its slices, prism_out/" in refused(
+            capsys, "show"
+        )
 
     def test_log(self, run, capsys):
         assert cli.main(["show", "latest", "--log"]) == 0
