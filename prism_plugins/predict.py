@@ -241,8 +241,8 @@ def _overlap(timeline: Timeline | None) -> list[str]:
     lines = []
     if timeline is not None and timeline.slowdown_ns:
         lines.append(
-            f"kernels beside collectives last up to {timeline.slowdown_ns / 1e6:.1f} ms longer an iteration: each NCCL channel "
-            "holds an SM and HBM is shared; modelled, not measured"
+            f"kernels beside collectives and other streams take up to {timeline.slowdown_ns / 1e6:.1f} ms longer an iteration: "
+            "each NCCL channel holds an SM, HBM is shared, kernels of several streams take turns; modelled, not measured"
         )
     if timeline is not None and timeline.crowding_ns:
         lines.append(

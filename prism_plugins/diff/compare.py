@@ -106,7 +106,7 @@ def predicted_ops(program: Program, spans: DeviceSpans, costs: CostModel) -> dic
     events = program.events
     kernels = spans.kind != SpanKind.COMMUNICATION
     refs = events["ref"][spans.row[kernels]]
-    length = (spans.end_ns - spans.start_ns)[kernels] / 1e6
+    length = (spans.end_ns - spans.transfer_start_ns)[kernels] / 1e6
     total = np.bincount(refs, weights=length, minlength=len(program.signatures))
     calls = np.bincount(refs, minlength=len(program.signatures))
     found: dict[OpKey, PredictedOp] = {}
@@ -174,7 +174,7 @@ def predicted_phases(program: Program, spans: DeviceSpans) -> dict[str, float]:
     for each, begin, end in program.iter_phases():
         phase[begin : end + 1] = {"backward": 1, "optimizer": 2}.get(each.kind, 0)
     kernels = spans.kind != SpanKind.COMMUNICATION
-    length = (spans.end_ns - spans.start_ns)[kernels] / 1e6
+    length = (spans.end_ns - spans.transfer_start_ns)[kernels] / 1e6
     total = np.bincount(phase[spans.row[kernels]], weights=length, minlength=3)
     return dict(zip(("forward", "backward", "optimizer"), total.tolist(), strict=True))
 

@@ -130,7 +130,10 @@ def read_trace(path: Path) -> RealRank:
             while (op := around.get(id(op))) is not None:
                 chain.append(_op_key(op))
         key = tuple(chain)
-        us[key] = us.get(key, 0.0) + kernel.dur
+        # Traces of ours: a kernel's turn begins with its wait for other streams.
+        waited_us = 0 if chain[0].group else _number(kernel.args.get("prism_wait_us"))
+        own_us = kernel.dur - min(max(waited_us, 0), kernel.dur)
+        us[key] = us.get(key, 0.0) + own_us
         if (key, external) not in counted or external is None or chain[0].name == COMPILED:
             counted.add((key, external))
             calls[key] = calls.get(key, 0) + 1
@@ -146,7 +149,7 @@ def read_trace(path: Path) -> RealRank:
                 if _inside(launch, optimizer)
                 else "forward"
             )
-            phases[phase] += kernel.dur
+            phases[phase] += own_us
     iteration = sum(step.dur for step in steps) / count if steps else _extent(kernels)
     return RealRank(
         rank=trace.distributedInfo.rank,

@@ -232,8 +232,9 @@ def _kernels(
             op, runtime, kernel = templates.comm(refs_of_span, tid)
             device_event = kernel % (start, length, correlation, correlation, wait, max(length - wait, 0))
         else:
-            op, runtime, kernel = templates.op(ref, tid)
-            device_event = kernel % (start, length, correlation, correlation)
+            op, runtime, kernel = templates.op(ref, tid, waits=wait > 0)
+            waited = (min(wait, length),) if wait > 0 else ()
+            device_event = kernel % (start, length, correlation, correlation, *waited)
         flow = templates.flow
         yield (
             f"{op % (begin, issued - begin, correlation)},\n"
@@ -264,14 +265,14 @@ class _Templates:
             _template({"ph": "f", "id": _SLOT, "pid": program.rank, "tid": _SLOT, "ts": _SLOT,
                        "cat": "ac2g", "name": "ac2g", "bp": "e"}),
         )  # fmt: skip
-        self._ops: dict[tuple[int, int], tuple[str, str, str]] = {}
+        self._ops: dict[tuple[int, int, bool], tuple[str, str, str]] = {}
         self._comms: dict[tuple[tuple[int, ...], int], tuple[str, str, str]] = {}
 
-    def op(self, ref: int, tid: int) -> tuple[str, str, str]:
-        """Templates of (CPU op, launch, kernel)."""
-        key = (ref, tid)
+    def op(self, ref: int, tid: int, *, waits: bool) -> tuple[str, str, str]:
+        """Templates of (CPU op, launch, kernel); one that waits for kernels of other streams says how long."""
+        key = (ref, tid, waits)
         if key not in self._ops:
-            self._ops[key] = self._make_op(self._program.signatures[ref], tid)
+            self._ops[key] = self._make_op(self._program.signatures[ref], tid, waits)
         return self._ops[key]
 
     def comm(self, refs: tuple[int, ...], tid: int) -> tuple[str, str, str]:
@@ -281,14 +282,14 @@ class _Templates:
             self._comms[key] = self._make_comm(refs, tid)
         return self._comms[key]
 
-    def _make_op(self, signature: OpSignature, tid: int) -> tuple[str, str, str]:
+    def _make_op(self, signature: OpSignature, tid: int, waits: bool) -> tuple[str, str, str]:
         name = names.kernel_name(signature)
         category, runtime = "kernel", "cudaLaunchKernel"
         if name.startswith("Memcpy"):
             category, runtime = "gpu_memcpy", "cudaMemcpyAsync"
         elif name.startswith("Memset"):
             category, runtime = "gpu_memset", "cudaMemsetAsync"
-        args: dict = {}
+        args: dict = {"prism_wait_us": _SLOT} if waits else {}
         if category != "kernel":
             args["bytes"] = sum(tensor.nbytes for tensor in signature.inputs[:1] or signature.outputs[:1])
         if self._context.price_op is not None:

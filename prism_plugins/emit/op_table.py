@@ -45,7 +45,7 @@ class OpRow(msgspec.Struct, frozen=True, kw_only=True):
     start_us: float
     duration_us: float
     wait_us: float = 0.0
-    """Part of the duration spent waiting for the other members."""
+    """Part of the duration spent waiting: for the other members, or for kernels of other streams."""
 
 
 def op_rows(program: Program, times: OpTimes, *, only_comm: bool = False, phase: str = "") -> Iterator[OpRow]:
@@ -75,7 +75,7 @@ def op_rows(program: Program, times: OpTimes, *, only_comm: bool = False, phase:
             stream=lane_names[lane],
             start_us=round(start / 1e3, 3),
             duration_us=round((end - start) / 1e3, 3),
-            wait_us=round((float(times.transfer_start_ns[row]) - start) / 1e3, 3) if is_comm else 0.0,
+            wait_us=round((float(times.transfer_start_ns[row]) - start) / 1e3, 3),
             **(comm_fields[ref] if is_comm else op_fields[ref]),
             **extra,
         )

@@ -32,6 +32,7 @@ class DeviceSpans(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: np.ndarray
     end_ns: np.ndarray
     transfer_start_ns: np.ndarray
+    """After waiting for members of a collective, or for kernels of other streams."""
     lane: np.ndarray
     kind: np.ndarray
     """:class:`SpanKind`."""
@@ -90,7 +91,7 @@ def device_spans(program: Program, times: OpTimes) -> DeviceSpans:
         row=rows[order],
         start_ns=np.concatenate((times.start_ns[kernel_rows], comm_start))[order],
         end_ns=np.concatenate((times.end_ns[kernel_rows], comm_end))[order],
-        transfer_start_ns=np.concatenate((times.start_ns[kernel_rows], comm_transfer))[order],
+        transfer_start_ns=np.concatenate((times.transfer_start_ns[kernel_rows], comm_transfer))[order],
         lane=np.concatenate((times.lane[kernel_rows], times.lane[comm_rows[first]]))[order],
         kind=kind[order],
         members=members,

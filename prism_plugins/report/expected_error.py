@@ -30,7 +30,7 @@ def expected_error(
     kernels = spans.kind != SpanKind.COMMUNICATION
     refs = program.events["ref"][spans.row[kernels]]
     length = np.bincount(
-        refs, weights=(spans.end_ns - spans.start_ns)[kernels], minlength=len(program.signatures)
+        refs, weights=(spans.end_ns - spans.transfer_start_ns)[kernels], minlength=len(program.signatures)
     )
     known_ns = weighted = unknown_ns = scaled_ns = 0.0
     for ref in np.flatnonzero(length).tolist():

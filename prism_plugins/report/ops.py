@@ -51,7 +51,7 @@ def op_uses(program: Program, spans: DeviceSpans, costs: CostModel) -> list[OpUs
     """All distinct ops of a program, the one with most device time first."""
     kernels = spans.kind != SpanKind.COMMUNICATION
     refs = program.events["ref"][spans.row[kernels]]
-    length = (spans.end_ns - spans.start_ns)[kernels]
+    length = (spans.end_ns - spans.transfer_start_ns)[kernels]
     n = len(program.signatures)
     total, calls = np.bincount(refs, weights=length, minlength=n), np.bincount(refs, minlength=n)
     everything = float(total.sum()) or 1.0

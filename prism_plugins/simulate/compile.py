@@ -60,13 +60,20 @@ class StreamItems(msgspec.Struct, frozen=True, kw_only=True):
     """Per item: position in ``kernels`` where its run begins."""
     scale: np.ndarray | None = None
     """Per item: how much longer the kernels of its run last than priced, where something slows them down."""
+    wait: np.ndarray | None = None
+    """Per item: how long the kernels of its run wait for those of other streams, in terms of their own durations."""
 
     def durations(self, op_ns: np.ndarray, refs: np.ndarray) -> np.ndarray:
         """Durations of the kernels, ns; ``refs`` is the column of the program's events."""
         durations = op_ns[refs[self.kernels]]
-        if self.scale is None:
-            return durations
-        return durations * np.repeat(self.scale, np.diff(np.append(self.first_kernel, len(durations))))
+        return durations if self.scale is None else durations * self._of_kernels(self.scale)
+
+    def with_waits(self, durations: np.ndarray) -> np.ndarray:
+        """Durations of the kernels, each with the wait before it, ns."""
+        return durations if self.wait is None else durations * (1 + self._of_kernels(self.wait))
+
+    def _of_kernels(self, values: np.ndarray) -> np.ndarray:
+        return np.repeat(values, np.diff(np.append(self.first_kernel, len(self.kernels))))
 
 
 class CommOps(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,10 +291,17 @@ def _with_host_syncs(
     return at[order], code[order], arg[order]
 
 
-def recut(stretch: Stretch, items: StreamItems, scale: np.ndarray) -> StreamItems:
-    """The same items with the kernels of each run lasting ``scale`` times as they did, shape (num_items,)."""
-    scaled = msgspec.structs.replace(items, scale=scale if items.scale is None else items.scale * scale)
-    durations = scaled.durations(stretch.prices.op_ns, stretch.program.events["ref"])
+def recut(
+    stretch: Stretch, items: StreamItems, scale: np.ndarray, wait: np.ndarray | None = None
+) -> StreamItems:
+    """The same items with the kernels of each run lasting ``scale`` times as they did and, if given, waiting for
+    ``wait`` times their new durations; shape (num_items,) each."""
+    scaled = msgspec.structs.replace(
+        items,
+        scale=scale if items.scale is None else items.scale * scale,
+        wait=items.wait if wait is None else wait,
+    )
+    durations = scaled.with_waits(scaled.durations(stretch.prices.op_ns, stretch.program.events["ref"]))
     run_ns, issue_ns = _run_numbers(
         durations,
         stretch.host_end_ns[items.kernels - stretch.lo],

@@ -1,7 +1,7 @@
 """From super-steps back to single events, for the ranks somebody asks about, and where their time goes.
 
 Kernel ``j`` of a stream ends at ``P_j+1 + max over i <= j of max(base_i + h_i - P_i, S_r(i) - P_r(i))`` where ``P`` are cumulative
-durations, ``h`` the host's issue times, and ``S_r`` the stream's time at the start of run ``r``: one cumulative
+durations (with the waits for other streams' kernels), ``h`` the host's issue times, and ``S_r`` the stream's time at the start of run ``r``: one cumulative
 maximum over the whole stream, because a stream never runs backwards.
 """
 
@@ -30,7 +30,10 @@ class StreamTimes(msgspec.Struct, frozen=True, kw_only=True):
     """One stream of one stretch."""
 
     kernel_start: np.ndarray
+    """When its stream comes to the kernel; it may wait for kernels of other streams first."""
     kernel_end: np.ndarray
+    kernel_begin: np.ndarray
+    """When that wait ends."""
     after_run: np.ndarray
     """Stream time before each item's action, shape (num_items,)."""
     after_item: np.ndarray
@@ -49,7 +52,7 @@ def expand_unit(unit: Unit, machine: Machine) -> OpTimes:
     for items in stretch.streams:
         times = stream_times(unit, items, machine)
         local = items.kernels - stretch.lo
-        start[local], end[local] = times.kernel_start, times.kernel_end
+        start[local], end[local], transfer[local] = times.kernel_start, times.kernel_end, times.kernel_begin
         _place_ops(unit, items, times, machine, host_end, (start, end, lane, transfer))
     return OpTimes(
         host_ns=host,
@@ -102,7 +105,7 @@ def stream_times(unit: Unit, items: StreamItems, machine: Machine) -> StreamTime
     stretch = unit.stretch
     durations = items.durations(stretch.prices.op_ns, stretch.program.events["ref"])
     before = np.zeros(len(durations) + 1)
-    np.cumsum(durations, out=before[1:])
+    np.cumsum(items.with_waits(durations), out=before[1:])
     bases = np.array(machine.bases(unit))
     syncs = _sync_events(unit)
     after = np.array(machine.trace(unit, items.stream))
@@ -123,9 +126,11 @@ def stream_times(unit: Unit, items: StreamItems, machine: Machine) -> StreamTime
     first = items.first_kernel[filled]
     bound[first] = np.maximum(bound[first], at_start[filled] - before[first])
     np.maximum.accumulate(bound, out=bound)
+    start, end = bound + before[:-1], bound + before[1:]
     return StreamTimes(
-        kernel_start=bound + before[:-1],
-        kernel_end=bound + before[1:],
+        kernel_start=start,
+        kernel_end=end,
+        kernel_begin=start if items.wait is None else np.maximum(end - durations, start),
         after_run=after_run,
         after_item=after,
     )
@@ -134,7 +139,7 @@ def stream_times(unit: Unit, items: StreamItems, machine: Machine) -> StreamTime
 def break_down(leaf: Unit, machine: Machine, total_ns: float) -> Breakdown:
     """Where the time of a cell goes, ms. The parts sum to ``total_ns``.
 
-    A moment belongs to compute or optimizer if any stream runs a kernel; otherwise to exposed communication if a stream
+    A moment belongs to compute or optimizer if any stream runs a kernel, or holds one back for another stream's; otherwise to exposed communication if a stream
     waits for a collective of its stage, or one of several stages transfers; otherwise to the bubble if a stream waits
     for p2p with another stage, for another stage to come to a collective, or has finished; otherwise to the host. A
     host that waits for the device (a synchronisation) waits for what the device's communicators do meanwhile.

@@ -6,17 +6,19 @@ demands ``b`` of the compute and ``r`` of the transfer, and ``B`` bytes per seco
 
 * compute bound by arithmetic lasts longer by ``c / S`` of the overlap;
 * compute bound by memory, and the transfer, last longer by ``1 - B / (b + r)`` of it, if that is positive;
-* kernels of ``n`` streams at once share the GPU: each lasts longer by ``n - 1`` of the overlap, so that the work of all
-  is as long as one after the other (large kernels fill the GPU; what small ones could gain is left out);
+* kernels of ``n`` streams take turns: a large kernel fills the GPU, and the blocks of the next get SMs only as its last
+  ones leave. Each runs as long as alone but waits for ``n - 1`` of the overlap, so that the work of all is as long as one
+  after the other (the wait is shared out evenly over a run; what small kernels could gain is left out);
 * transfers that share NVLink or the NICs, and together ask for ``U`` times its rate, last longer by ``U - 1`` of it, if
   that is positive (fair shares; a message counts half, it leaves one direction free).
 
-The job is simulated without interference, overlaps are read off, kernels and transfers stretched, and the job is
+The job is simulated without interference, overlaps are read off, kernels and transfers stretched or delayed, and the job is
 simulated once more: two passes whatever the job, and the second only where something overlaps. What the stretching
 itself moves is second order and left out.
 
 The form is that of fair shares; nothing is fitted. Measured: dp2 against dp2no on two H200s (docs/accuracy.md) shows a few
-milliseconds in 1100, about what this gives; published means are 10-20 % of the overlapped compute.
+milliseconds in 1100, about what this gives; published means are 10-20 % of the overlapped compute. Turns: in traces of an
+H200 (docs/accuracy.md) kernels of two streams overlap by a few microseconds, the last wave of the first.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     """By how much things last longer, ns, on the cell where it is most."""
 
     kernels_ns: float = 0.0
-    """Kernels, for the collectives and the other streams' kernels beside them."""
+    """Kernels, for the collectives beside them and in waits for other streams' kernels."""
     transfers_ns: float = 0.0
     """Transfers, for others on the same link."""
 
@@ -89,11 +91,11 @@ def apply(units: list[Unit], machine: Machine, model: Interference, total_ns: fl
             both = transfer_rate + run.memory_rate
             shared = np.where(both > hbm, 1 - hbm / np.maximum(both, 1e-30), 0.0)
             extra = run.arithmetic * lost.between(run.start, run.end) + (1 - run.arithmetic) * shared * beside
-            if model.streams_share:
-                extra = extra + crowd.between(run.start, run.end)
-            extra = np.where(length > 0, extra, 0.0)
-            added += float(extra.sum())
-            new.append(recut(unit.stretch, run.items, 1 + extra / np.maximum(length, 1e-30)))
+            waits = crowd.between(run.start, run.end) if model.streams_share else np.zeros(len(length))
+            extra, waits = (np.where(length > 0, x, 0.0) for x in (extra, waits))
+            added += float(extra.sum() + waits.sum())
+            safe = np.maximum(length, 1e-30)
+            new.append(recut(unit.stretch, run.items, 1 + extra / safe, waits / (safe + extra)))
         if added > 0:
             stretched.append((unit, new))
             worst = max(worst, added)

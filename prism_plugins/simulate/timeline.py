@@ -15,11 +15,11 @@ class OpTimes(msgspec.Struct, frozen=True, kw_only=True):
     host_ns: np.ndarray
     """When the host issues the event, shape (num_events,), float64."""
     start_ns: np.ndarray
-    """When the device starts it. For a COMM: when the collective's kernel starts on this rank (it may wait there
-    for the other members)."""
+    """When the device comes to it. For a COMM: when the collective's kernel starts on this rank (it may wait there
+    for the other members). A kernel may wait for kernels of other streams."""
     end_ns: np.ndarray
     transfer_start_ns: np.ndarray
-    """COMM only: when the last member arrived and data moves; equals start_ns elsewhere."""
+    """When that wait ends: the last member arrived and data moves, or the kernel runs. Equals start_ns elsewhere."""
     lane: np.ndarray
     """int32: stream number for compute; for COMM ``COMM_LANE + group index``."""
 
@@ -43,6 +43,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Wall time of the simulation itself."""
     slowdown_ns: float = 0.0
-    """By how much kernels last longer for the collectives beside them, on the cell where it is most."""
+    """By how much kernels last longer for the collectives beside them and wait for other streams' kernels, on the cell
+    where it is most."""
     crowding_ns: float = 0.0
     """The same of transfers for others on their link."""

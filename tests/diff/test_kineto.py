@@ -159,11 +159,50 @@ class TestRealTrace:
         product = next(c for c in chains if len(c) > 1 and c[1].name == "aten::_softmax_backward_data")
         assert product[0] == OpKey("aten::mul", ((4, 32, 2048, 2048),) * 2)
 
+    def test_kernels_of_two_streams_take_turns(self):
+        events = json.loads(gzip.decompress(REAL.read_bytes()))["traceEvents"]
+        kernels = [e for e in events if e.get("cat") == "kernel"]
+        ends: dict[int, float] = {}
+        overlap = side = 0.0
+        for kernel in sorted(kernels, key=lambda e: e["ts"]):
+            stream, end = kernel["args"]["stream"], kernel["ts"] + kernel["dur"]
+            others = max((e for s, e in ends.items() if s != stream), default=0.0)
+            overlap += max(0.0, min(others, end) - kernel["ts"])
+            ends[stream] = max(end, ends.get(stream, 0.0))
+            if stream != 7:
+                side += kernel["dur"]
+                assert others <= kernel["ts"]  # the backward pass's kernel before it is done
+        assert set(ends) == {7, 21}  # the backward pass; gradients added to their buffers
+        assert side == pytest.approx(15_430, abs=1)
+        assert overlap == pytest.approx(420, abs=1)  # last waves only, 4 us of a kernel
+
     def test_gemms_are_found_by_shape(self):
         ops = {chain[0]: total for chain, total in read_trace(REAL).ops.items()}
         gemm = ops[OpKey("aten::mm", ((8192, 4096), (4096, 22016)))]
         assert gemm.calls == 16
         assert 1.0 < gemm.ms / gemm.calls < 3.0
+
+
+def test_waits_for_other_streams_are_no_kernel_time(traced):
+    folder = traced[2]
+    before = read_kineto(folder).ranks[0]
+    waits = []
+
+    def wait_first(event):
+        if event.get("cat") == "kernel" and "Collective name" not in event["args"]:
+            event["dur"] += 7
+            event["args"]["prism_wait_us"] = 7
+            waits.append(event)
+        return event
+
+    (file,) = folder.glob("*.json.gz")
+    change(file, wait_first)
+    after = read_kineto(folder).ranks[0]
+    assert waits
+    assert after.phase_ms == pytest.approx(before.phase_ms)
+    assert {k: op.ms for k, op in after.ops.items()} == pytest.approx(
+        {k: op.ms for k, op in before.ops.items()}
+    )
 
 
 def test_predicted_ops_cover_the_device_time(run):

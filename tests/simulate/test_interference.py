@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from builders import Builder, TableCosts, collective, one_class_per_rank
 
 from prism_plugins.costs.base import Interference, Price
 from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.costs.model import build_cost_model
+from prism_plugins.simulate.disturbance import Disturbance
 from prism_plugins.simulate.engine import Simulation
 
 SMS = 100
@@ -131,14 +133,36 @@ def test_the_models_say_what_is_shared() -> None:
     assert costs.price_comm(collective(0, 1 << 26), (0, 1), 0).channels == 24
 
 
-def test_kernels_of_two_streams_share_the_gpu() -> None:
+def test_kernels_of_two_streams_take_turns() -> None:
     b = Builder(0)
     b.kernel(100_000, host=1)
     b.kernel(40_000, host=1, stream=1)
     b.kernel(10_000, host=1)
     job = one_class_per_rank({0: b.program()})
-    assert Simulation(job, TableCosts()).timeline.iteration_time_ns == pytest.approx(110_000, rel=0.001)
-    assert Simulation(job, SharingCosts()).timeline.iteration_time_ns == pytest.approx(150_000, rel=0.001)
+    alone, beside = Simulation(job, TableCosts()), Simulation(job, SharingCosts())
+    assert alone.timeline.iteration_time_ns == pytest.approx(110_000, rel=0.001)
+    assert beside.timeline.iteration_time_ns == pytest.approx(150_000, rel=0.001)
+    assert beside.timeline.slowdown_ns == pytest.approx(80_000, rel=0.001)
+    for simulation in (alone, beside):  # each lasts as priced
+        times = simulation.op_times(0)
+        assert times.end_ns - times.transfer_start_ns == pytest.approx([100_000, 40_000, 10_000])
+    late = beside.op_times(0).end_ns - alone.op_times(0).end_ns
+    assert late[1:] == pytest.approx([40_000, 40_000], rel=0.001)  # and waits for the others
+    assert beside.timeline.breakdown[0].compute == pytest.approx(0.150, rel=0.001)
+
+
+def test_a_slow_gpu_takes_its_turns_slowly() -> None:
+    b = Builder(0)
+    b.kernel(100_000, host=1)
+    b.kernel(40_000, host=1, stream=1)
+    job = one_class_per_rank({0: b.program()})
+    slow = Simulation(job, SharingCosts(), Disturbance(slow_ranks={0: 1.5}))
+    assert slow.timeline.iteration_time_ns == pytest.approx(1.5 * 140_000, rel=0.001)
+    times = slow.op_times(0)
+    assert times.end_ns - times.transfer_start_ns == pytest.approx([150_000, 60_000])
+    plain = Simulation(job, SharingCosts())
+    vector = plain.vector_machine((1.0, 1.5))
+    assert vector.run(np.array([1.5])).finish_ns.max() == pytest.approx(slow.timeline.iteration_time_ns)
 
 
 def test_kernels_that_follow_each_other_on_two_streams_lose_nothing() -> None:
