@@ -30,9 +30,10 @@ def test_a_way_to_train_is_named_until_an_integration_takes_it():
     refuse_unsupported(modules, {"torch", "megatron"})
     cls.__init__()
     refuse_unsupported(modules, {"megatron"})
-        with pytest.raises(
-            PrismError, match=r"trains with torch's DDP, .* not emulate yet; .* framework it knows instead \(megatron\)"
-        ):
+    with pytest.raises(
+        PrismError,
+        match=r"trains with torch's DDP, .* not emulate yet; .* framework it knows instead \(megatron\)",
+    ):
         cls.__init__()
 
 
