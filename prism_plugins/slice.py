@@ -348,7 +348,7 @@ def device_assumptions(stats: DeviceStats) -> list[str]:
     return lines
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have the kernel end this process when the conductor is killed outright (Linux)."""
     if not sys.platform.startswith("linux"):
         return
@@ -358,11 +358,8 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
 
 
-def main() -> None:
-    """Entry point of the child process; never returns."""
-    _end_with_parent()
-    spec = read_json(Path(sys.argv[1]), SliceSpec)
-    piece = Slice(spec)
+def run_child(piece: Slice) -> None:
+    """Run a slice as all that this process does. Does not return when its report cannot be written."""
     try:
         piece.run()
     except PrismError as error:
@@ -371,6 +368,14 @@ def main() -> None:
         os._exit(2)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+
+
+def main() -> None:
+    """Entry point of the child process; never returns."""
+    end_with_parent()
+    spec = read_json(Path(sys.argv[1]), SliceSpec)
+    piece = Slice(spec)
+    run_child(piece)
     if spec.real_ranks and piece.report is not None and piece.report.status == "ok":
         from prism_plugins.physical import meet_at_end
 

@@ -7,14 +7,13 @@ adds (communication, phases, fused ops) goes into the same stream, so the order 
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from prism_plugins.capture.startup import StartupLog
+from prism_plugins.capture.call_recorder import CallRecorder
 from prism_plugins.device import library
 from prism_plugins.device.memory import HostCounts, begin_peaks, host_counts, memory_counts, peak_bytes
 from prism_plugins.errors import PrismError
@@ -22,7 +21,6 @@ from prism_plugins.program.model import (
     EVENT_DTYPE,
     Allocation,
     CommSignature,
-    EventFlag,
     EventKind,
     GroupInfo,
     MemoryCategory,
@@ -84,26 +82,18 @@ class DeviceStats(msgspec.Struct, frozen=True, kw_only=True):
     host: HostCounts
 
 
-class Recorder:
+class Recorder(CallRecorder):
     """See the module docstring. One per process: :func:`get_recorder`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._start = library.function("start")
         self._stop = library.function("stop")
         self._add = library.function("add_event")
-        self.recording = False
-        self.startup = StartupLog()
-        """What happens before the first iteration."""
-        self._starting = True
         self._signatures: list[OpSignature] = []
         self._ids: dict[OpSignature, int] = {}
-        self._comms: dict[CommSignature, int] = {}
-        self._groups: dict[GroupInfo, int] = {}
-        self._phases: dict[Phase, int] = {}
-        self._open_phase = -1
         self._initial: list[Allocation] = []
         self._tags: dict[int, int] = {}
-        self._works = itertools.count(1)
 
     @property
     def has_program(self) -> bool:
@@ -162,45 +152,6 @@ class Recorder:
         """Record an op whose signature was interned before."""
         if self.recording:
             self._add(EventKind.KERNEL, signature_id, 0, 0)
-
-    def group(self, info: GroupInfo) -> int:
-        """Index of a process group in the groups table."""
-        return self._groups.setdefault(info, len(self._groups))
-
-    def comm(self, signature: CommSignature, *, work: int, is_async: bool) -> None:
-        """Record a collective or p2p call on the current stream."""
-        if self.recording:
-            index = self._comms.setdefault(signature, len(self._comms))
-            self._add(EventKind.COMM, index, work, EventFlag.ASYNC if is_async else 0)
-        elif self._starting:
-            self.startup.call(signature)
-
-    def group_made(self, ranks: tuple[int, ...], desc: str, site: str) -> None:
-        """The script made a process group, of which this rank may be a member."""
-        if self._starting:
-            self.startup.group_made(ranks, desc, site)
-
-    def new_work(self) -> int:
-        """A work id that was never used in this process."""
-        return next(self._works)
-
-    def wait(self, work: int) -> None:
-        """The current stream waits for a collective."""
-        if self.recording:
-            self._add(EventKind.WORK_WAIT, work, 0, 0)
-
-    def begin_phase(self, phase: Phase) -> None:
-        """Open a phase; closes the one that is open."""
-        self.end_phase()
-        if self.recording:
-            self._open_phase = self._phases.setdefault(phase, len(self._phases))
-            self._add(EventKind.PHASE_BEGIN, self._open_phase, 0, 0)
-
-    def end_phase(self) -> None:
-        """Close the open phase, if any."""
-        if self._open_phase >= 0:
-            self._add(EventKind.PHASE_END, self._open_phase, 0, 0)
-            self._open_phase = -1
 
     def host(self, ns: int) -> None:
         """Record host work of a known duration, ns."""

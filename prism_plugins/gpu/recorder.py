@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from prism_plugins.capture.call_recorder import CallRecorder
 from prism_plugins.capture.kineto import read_trace
 from prism_plugins.capture.kineto_program import (
     ANSWER,
@@ -33,7 +34,6 @@ from prism_plugins.capture.kineto_program import (
     build_iteration,
 )
 from prism_plugins.capture.recorder import DeviceStats, RecordedIteration
-from prism_plugins.capture.startup import StartupLog
 from prism_plugins.device.memory import HostCounts
 from prism_plugins.errors import PrismError
 from prism_plugins.gpu.sensors import GpuSensors, hindered
@@ -41,10 +41,7 @@ from prism_plugins.gpu.timing import Schedule, host_ratio, scale_of, steady_ms
 from prism_plugins.program.measured import GpuState, Measured, MeasuredMemory, MeasuredOp
 from prism_plugins.program.model import (
     EVENT_DTYPE,
-    CommSignature,
-    EventFlag,
     EventKind,
-    GroupInfo,
     MemoryCategory,
     OpSignature,
     Phase,
@@ -56,7 +53,7 @@ _NOTHING = contextlib.nullcontext()
 _NO_HOST = HostCounts(**dict.fromkeys(HostCounts.__struct_fields__, 0))
 
 
-class GpuRecorder:
+class GpuRecorder(CallRecorder):
     """See the module docstring. One per process.
 
     Args:
@@ -66,21 +63,14 @@ class GpuRecorder:
     """
 
     def __init__(self, schedule: Schedule, *, work_dir: Path, sensors: GpuSensors | None = None) -> None:
+        super().__init__()
         self.schedule = schedule
         self.sensors = sensors or GpuSensors()
-        self.recording = False
-        self.startup = StartupLog()
-        """What happens before the first iteration."""
         self.remarks: list[str] = []
         """For the assumptions of the slice."""
         self.memory = MeasuredMemory()
         self._work_dir = work_dir
         self._table = SignatureTable()
-        self._comms: dict[CommSignature, int] = {}
-        self._groups: dict[GroupInfo, int] = {}
-        self._phases: dict[Phase, int] = {}
-        self._open_phase = -1
-        self._works = itertools.count(1)
         self._marks: list[Mark] = []
         self._index = -1
         self._profiler: Any = None
@@ -136,7 +126,7 @@ class GpuRecorder:
             self._profiler.start()
         else:
             self._mark_begin()
-        self.recording = True
+        self.recording, self._starting = True, False
 
     def stop(self) -> RecordedIteration:
         """An iteration ended."""
@@ -272,43 +262,14 @@ class GpuRecorder:
     def launch(self, signature_id: int) -> None:
         """Seen by the profiler."""
 
-    def group(self, info: GroupInfo) -> int:
-        """Index of a process group in the groups table."""
-        return self._groups.setdefault(info, len(self._groups))
-
-    def comm(self, signature: CommSignature, *, work: int, is_async: bool) -> None:
-        """A collective or p2p call on the current stream."""
-        if self.recording:
-            index = self._comms.setdefault(signature, len(self._comms))
-            self._add(EventKind.COMM, index, work, EventFlag.ASYNC if is_async else 0)
-        elif self._index < 0:
-            self.startup.call(signature)
-
-    def group_made(self, ranks: tuple[int, ...], desc: str, site: str) -> None:
-        """The script made a process group, of which this rank may be a member."""
-        if self._index < 0:
-            self.startup.group_made(ranks, desc, site)
-
     def answering(self) -> Any:
         """A context in which the virtual peers of a call answer it; what runs inside is no part of the job."""
         return record_function(ANSWER) if self._profiler is not None else _NOTHING
 
-    def new_work(self) -> int:
-        """A work id that was never used in this process."""
-        return next(self._works)
-
-    def wait(self, work: int) -> None:
-        """The current stream waits for a collective."""
-        if self.recording:
-            self._add(EventKind.WORK_WAIT, work)
-
     def begin_phase(self, phase: Phase) -> None:
         """Open a phase; closes the one that is open."""
-        self.end_phase()
-        if self.recording:
-            self._open_phase = self._phases.setdefault(phase, len(self._phases))
-            self._add(EventKind.PHASE_BEGIN, self._open_phase)
-            self._phase_began = time.perf_counter_ns()
+        super().begin_phase(phase)
+        self._phase_began = time.perf_counter_ns()
 
     def end_phase(self) -> None:
         """Close the open phase, if any."""
@@ -317,8 +278,7 @@ class GpuRecorder:
             if not self._index or self._index >= self.schedule.warm_up:
                 kind = next(itertools.islice(self._phases, self._open_phase, None)).kind
                 self._host_ns[self._profiler is not None][kind].append(took)
-            self._add(EventKind.PHASE_END, self._open_phase)
-            self._open_phase = -1
+        super().end_phase()
 
     def host(self, ns: int) -> None:
         """Host work is measured as part of the whole."""

@@ -238,15 +238,8 @@ class PartitionedProgram:
             pieces += [source.events[at : stretch.begin], np.array(rows, dtype=EVENT_DTYPE)]
             at = stretch.end
         pieces.append(source.events[at:])
-        return Program(
-            rank=source.rank,
-            events=np.concatenate(pieces),
-            signatures=tables.signatures,
-            comms=source.comms,
-            groups=source.groups,
-            phases=source.phases,
-            initial=source.initial,
-            source="derived",
+        return msgspec.structs.replace(
+            source, events=np.concatenate(pieces), signatures=tables.signatures, source="derived"
         )
 
     def _issue(self, kind: int, tables: Tables) -> list[list[Row]]:

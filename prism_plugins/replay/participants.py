@@ -84,7 +84,7 @@ class ReplayRecorder(GpuRecorder):
         self._next = self._strangers = 0
         self._mark_begin()
         self._timer.begin(torch.cuda.current_stream())
-        self.recording = True
+        self.recording, self._starting = True, False
 
     def stop(self) -> RecordedIteration:
         """An iteration ended."""

@@ -21,11 +21,10 @@ from typing import Any
 
 import msgspec
 
-from prism_plugins.errors import PrismError
 from prism_plugins.integration.tuning import Verdict
 from prism_plugins.program.slices import SliceSpec
 from prism_plugins.rundir import SliceDir, read_json, write_bytes
-from prism_plugins.slice import Slice, _end_with_parent
+from prism_plugins.slice import Slice, end_with_parent, run_child
 from prism_plugins.slice_env import slice_environment
 from prism_plugins.tune.warm import Answer, Request
 
@@ -75,7 +74,7 @@ class WarmSlice(Slice):
                 if pid:
                     children[pid] = request.number
                     continue
-                _end_with_parent()
+                end_with_parent()
                 os.close(self._requests)
                 os.close(self._answers)
                 if request.spec is not None:
@@ -146,17 +145,11 @@ def _warm_compiler() -> None:
 
 def main() -> None:
     """Entry point of the child process; never returns."""
-    _end_with_parent()
+    end_with_parent()
     spec = read_json(Path(sys.argv[1]), SliceSpec)
     piece = WarmSlice(spec, int(sys.argv[2]), int(sys.argv[3]))
     piece.watch_arguments()
-    try:
-        piece.run()
-    except PrismError as error:
-        print(f"prism: error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    run_child(piece)
     os._exit(0)
 
 

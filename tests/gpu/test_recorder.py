@@ -23,13 +23,15 @@ from prism_plugins.steadiness import iteration_hash
 
 def test_whatever_calls_a_recorder_can_call_this_one(tmp_path) -> None:
     recorder = GpuRecorder(make_schedule(8), work_dir=tmp_path)
-    methods = {name for name in vars(Recorder) if not name.startswith("_")}
-    attributes = set(re.findall(r"self\.([a-z]\w*)\b[^=\n]*=", inspect.getsource(Recorder.__init__)))
+    classes = [cls for cls in Recorder.__mro__ if cls is not object]
+    methods = {name for cls in classes for name in vars(cls) if not name.startswith("_")}
+    starts = "".join(inspect.getsource(cls.__init__) for cls in classes)
+    attributes = set(re.findall(r"self\.([a-z]\w*)\b[^=\n]*=", starts))
     assert {"comm", "group_made", "stats"} <= methods
     assert {"recording", "startup"} <= attributes
     assert not {name for name in methods | attributes if not hasattr(recorder, name)}
     for name in methods:
-        function = vars(Recorder)[name]
+        function = inspect.getattr_static(Recorder, name)
         if inspect.isfunction(function):
             ours = inspect.signature(getattr(GpuRecorder, name)).parameters.values()
             wanted = inspect.signature(function).parameters
