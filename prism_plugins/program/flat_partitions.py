@@ -23,6 +23,7 @@ import numpy as np
 
 from prism_plugins.errors import CannotDeriveError
 from prism_plugins.program.compare import compare_programs
+from prism_plugins.program.fragment_signatures import Size
 from prism_plugins.program.model import (
     DTYPE_BYTES,
     EVENT_DTYPE,
@@ -32,7 +33,8 @@ from prism_plugins.program.model import (
     Program,
     TensorSpec,
 )
-from prism_plugins.program.shard_loops import Item, Lists, Row, Size, Tables, issue, parse_joined
+from prism_plugins.program.parse_loops import parse_joined
+from prism_plugins.program.shard_loops import Item, Lists, Row, Tables, issue
 from prism_plugins.program.slices import FlatPartitions, PartitionFragment
 
 Form = tuple[tuple[int, int, int], ...]

@@ -16,8 +16,8 @@ import numpy as np
 
 from prism_plugins.errors import CannotDeriveError
 from prism_plugins.program.model import EVENT_DTYPE, Allocation, EventKind, Program
+from prism_plugins.program.parse_loops import SMALLEST_FRAGMENT, parse
 from prism_plugins.program.shard_loops import (
-    SMALLEST_FRAGMENT,
     Item,
     Lists,
     Literal,
@@ -25,7 +25,6 @@ from prism_plugins.program.shard_loops import (
     Tables,
     issue,
     merge,
-    parse,
 )
 from prism_plugins.program.slices import OptimizerShard
 from prism_plugins.world.layout import Layout
