@@ -2,7 +2,8 @@
 """Compare predicted memory with Megatron-LM's own recordings on H100s, case by case, on a machine without a GPU.
 
     prism setup-te
-    python scripts/bench_memory.py --megatron PATH/Megatron-LM [--only WORD,…] [--launch] [--out DIR] [--list]
+    python scripts/bench_memory.py --megatron PATH/Megatron-LM [--only WORD,…] [--jobs N] [--out DIR] [--list]
+    python scripts/bench_memory.py --out DIR --markdown [--against OTHER]     # the table of what was run; two builds of torch
 
 tests/data/megatron_golden_h100.json holds functional tests of NVIDIA/Megatron-LM: their arguments and the bytes that their
 last rank logged (`mem_allocated_bytes` after an iteration, `mem_max_allocated_bytes` since the start). Each case runs with its
@@ -11,19 +12,24 @@ user would. Arguments that only name files, checkpoints or logs are left out; a 
 or prism does not have is reported and not counted. Recordings were made with Megatron-LM's main branch and releases; another
 checkout may allocate otherwise.
 
-One line per case: predicted and recorded bytes, and their relative difference.
+One line per case: predicted and recorded bytes, and their relative difference. With ``--out`` what ran is kept, and not run again
+when the script is called again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +68,7 @@ ADDED = (
     "--split",
     "99,1,0",
 )
+KEPT = "result.json"
 DENSE_WORST, DENSE_MEAN, MOE_WORST = 0.005, 0.001, 0.03
 
 
@@ -79,6 +86,20 @@ class Case(NamedTuple):
     """``dense`` or ``moe``."""
     left_out: str
     """Why it cannot be run; empty: it can."""
+
+    @property
+    def label(self) -> str:
+        """Its name without the revision and the machine, which is the same for all."""
+        return self.name.partition("@")[0].removesuffix("/dev_dgx_h100")
+
+    @property
+    def slug(self) -> str:
+        """Name of its folder."""
+        return self.name.replace("/", "_")
+
+    def off(self, result: Result) -> tuple[float, float]:
+        """Relative difference of allocated and peak bytes."""
+        return result.allocated / self.allocated - 1, result.peak / self.peak - 1
 
 
 class Result(NamedTuple):
@@ -197,13 +218,100 @@ def launch(case: Case, *, megatron: Path, out: Path) -> Result:
     return Result(report.allocated_bytes_end, report.peak_allocated_bytes)
 
 
-def reason(error: Exception) -> str:
-    """One line of an error."""
+def reason(error: Exception, out: Path) -> str:
+    """One line of an error; where it says nothing itself, the last line that a slice printed."""
     text = str(error)
     if found := re.search(r"unrecognized arguments: (.*)", text):
         return f"this Megatron-LM has no {found[1].split()[0]}"
-    first = text.splitlines()[0] if text else type(error).__name__
-    return re.sub(r"^prism: error: ", "", first)[:200]
+    first = re.sub(r"^prism: error: ", "", text.splitlines()[0] if text else type(error).__name__)
+    if "its output:" in first:
+        logs = sorted(out.glob("slices/*/log.txt"), key=lambda p: p.stat().st_mtime)
+        lines = logs[-1].read_text(errors="replace").split("\n") if logs else []
+        first = next((x.strip() for x in reversed(lines) if x.strip()), first)
+        if found := re.search(r"unrecognized arguments: (.*)", first):
+            return f"this Megatron-LM has no {found[1].split()[0]}"
+    return first[:200]
+
+
+def run_case(case: Case, *, megatron: Path, out: Path, whole: bool) -> Result | str:
+    """The bytes of a case, or why it failed."""
+    shutil.rmtree(out, ignore_errors=True)
+    try:
+        result = (launch if whole else emulate)(case, megatron=megatron, out=out)
+    except (PrismError, SliceFailed) as error:
+        return reason(error, out)
+    temporary = out / "result.tmp"
+    temporary.write_text(json.dumps(result._asdict()))
+    temporary.rename(out / KEPT)
+    return result
+
+
+def kept(out: Path) -> Result | None:
+    """The bytes that an earlier call found."""
+    try:
+        return Result(**json.loads((out / KEPT).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def run_cases(
+    cases: list[Case], *, megatron: Path, out: Path, whole: bool, jobs: int
+) -> Iterator[tuple[Case, Result | str]]:
+    """Cases as they end, those run before first."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        started: dict[Future[Result | str], Case] = {}
+        for case in cases:
+            if (known := kept(out / case.slug)) is not None:
+                yield case, known
+            else:
+                future = pool.submit(run_case, case, megatron=megatron, out=out / case.slug, whole=whole)
+                started[future] = case
+        for future in as_completed(started):
+            yield started[future], future.result()
+
+
+def line(case: Case, result: Result) -> str:
+    """Predicted and recorded bytes of a case."""
+    off = case.off(result)
+    return (
+        f"{case.label:100} allocated {result.allocated:12} / {case.allocated:12} {100 * off[0]:+9.4f} %   "
+        f"peak {result.peak:12} / {case.peak:12} {100 * off[1]:+9.4f} %"
+    )
+
+
+def markdown(cases: list[Case], out: Path) -> int:
+    """Print the table of the cases that ran, dense models first; the exit status."""
+    print("| recording | allocated | peak |\n| --- | --- | --- |")
+    errors: dict[str, list[tuple[float, float]]] = {"dense": [], "moe": []}
+    for case in sorted(cases, key=lambda c: (c.kind != "dense", c.label)):
+        if not case.left_out and (result := kept(out / case.slug)) is not None:
+            errors[case.kind].append(case.off(result))
+            print(
+                f"| {case.label} | {percent(result.allocated, case.allocated)} | {percent(result.peak, case.peak)} |"
+            )
+    return report(errors)
+
+
+def percent(predicted: int, recorded: int) -> str:
+    """A difference, in bytes where it is small."""
+    difference = predicted - recorded
+    return (
+        f"{difference:+} B".replace("+0 B", "0 B")
+        if abs(difference) <= 1024
+        else f"{100 * difference / recorded:+.3f} %"
+    )
+
+
+def compare(cases: list[Case], out: Path, other: Path) -> int:
+    """Print where two runs of the benchmark differ; the exit status."""
+    pairs = [(case, kept(out / case.slug), kept(other / case.slug)) for case in cases]
+    both = [(case, a, b) for case, a, b in pairs if a is not None and b is not None]
+    different = [(case, a, b) for case, a, b in both if a != b]
+    for case, a, b in different:
+        print(f"{case.label:100} allocated {a.allocated} / {b.allocated}   peak {a.peak} / {b.peak}")
+    print(f"{len(both)} cases ran in both, {len(both) - len(different)} with the same bytes")
+    return 1 if different else 0
 
 
 def main() -> int:
@@ -215,8 +323,13 @@ def main() -> int:
     parser.add_argument(
         "--launch", action="store_true", help="emulate whole jobs instead of their last ranks"
     )
-    parser.add_argument("--out", type=Path, help="keep the run directories here")
+    parser.add_argument(
+        "--out", type=Path, help="keep results and run directories here, and go on from there"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--list", action="store_true", help="say which cases can run, and why others cannot")
+    parser.add_argument("--markdown", action="store_true", help="run nothing: the table of what --out holds")
+    parser.add_argument("--against", type=Path, help="run nothing: where --out and this directory differ")
     args = parser.parse_args()
     words = [w for w in args.only.split(",") if w]
     cases = [c for c in load_cases() if not words or any(w in c.name for w in words)]
@@ -224,29 +337,30 @@ def main() -> int:
         for case in cases:
             print(f"{case.name:110} {case.left_out or 'runs'}")
         return 0
+    if args.markdown or args.against:
+        if args.out is None:
+            parser.error("--out says where the results are")
+        return compare(cases, args.out, args.against) if args.against else markdown(cases, args.out)
     if args.megatron is None:
         parser.error("say where Megatron-LM is: --megatron or MEGATRON_LM")
     errors: dict[str, list[tuple[float, float]]] = {"dense": [], "moe": []}
+    for case in cases:
+        if case.left_out:
+            print(f"{case.label:100} left out: {case.left_out}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        for number, case in enumerate(cases):
-            label = case.name.partition("@")[0].removesuffix("/dev_dgx_h100")
-            if case.left_out:
-                print(f"{label:100} left out: {case.left_out}", flush=True)
+        running = run_cases(
+            [c for c in cases if not c.left_out],
+            megatron=Path(args.megatron).resolve(),
+            out=args.out or Path(scratch),
+            whole=args.launch,
+            jobs=args.jobs,
+        )
+        for case, result in running:
+            if isinstance(result, str):
+                print(f"{case.label:100} failed: {result}", flush=True)
                 continue
-            out = (args.out or Path(scratch)) / f"{number:02}"
-            run = launch if args.launch else emulate
-            try:
-                result = run(case, megatron=Path(args.megatron).resolve(), out=out)
-            except (PrismError, SliceFailed) as error:
-                print(f"{label:100} left out: {reason(error)}", flush=True)
-                continue
-            off = (result.allocated / case.allocated - 1, result.peak / case.peak - 1)
-            errors[case.kind].append(off)
-            print(
-                f"{label:100} allocated {result.allocated:12} / {case.allocated:12} {100 * off[0]:+9.4f} %   "
-                f"peak {result.peak:12} / {case.peak:12} {100 * off[1]:+9.4f} %",
-                flush=True,
-            )
+            errors[case.kind].append(case.off(result))
+            print(line(case, result), flush=True)
     return report(errors)
 
 
