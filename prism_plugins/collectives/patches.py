@@ -94,7 +94,7 @@ def _functions(collectives: Collectives) -> list[Patch]:
             target=c10d,
             name="batch_isend_irecv",
             replacement=_wrap_batch(c10d.batch_isend_irecv),
-            why="torch groups a batch only for `type(group) is ProcessGroup`, never for a subclass",
+            why="whether a batch is grouped depends on torch's version (never for a subclass, or by its one backend)",
         ),
         Patch(
             target=c10d,
@@ -157,13 +157,18 @@ def _wrap_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         c10d._check_p2p_op_list(p2p_op_list)
         group = p2p_op_list[0].group or c10d._get_default_group()
         device = p2p_op_list[0].tensor.device
-        if not isinstance(group, VirtualProcessGroup) or not group.coalesces(device.type):
+        if not isinstance(group, VirtualProcessGroup):
             return original(p2p_op_list)
+
+        def call_all() -> list[dist.Work]:
+            calls = [(group.send if op.op is dist.isend else group.recv, op) for op in p2p_op_list]
+            return [call([op.tensor], op.group_peer, op.tag) for call, op in calls]
+
+        if not group.coalesces(device.type):
+            return call_all()
         group._start_coalescing(device)
         try:
-            for op in p2p_op_list:
-                call = group.send if op.op is dist.isend else group.recv
-                call([op.tensor], op.group_peer, op.tag)
+            call_all()
         finally:
             work = group._end_coalescing(device)
         return [work]

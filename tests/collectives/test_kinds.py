@@ -201,7 +201,8 @@ def test_barrier(world: Any) -> None:
     assert one(world) == signature("barrier", dtype="")
 
 
-def test_monitored_barrier_is_for_gloo(world: Any) -> None:
+def test_monitored_barrier_is_for_gloo(make_world: Callable[..., Any]) -> None:
+    world = make_world(rank=1, backend="nccl")
     with pytest.raises(ValueError, match="GLOO"):
         dist.monitored_barrier()
     group = dist.new_group(backend="gloo")

@@ -100,6 +100,7 @@ def test_the_cache_key_follows_torch_and_the_sources(monkeypatch):
 
 
 LOAD = """
+    import pathlib
     import sys
     from prism_plugins.device import build, load
     from prism_plugins.costs.cluster import load_cluster
@@ -124,10 +125,10 @@ LOAD = """
         ),
         (
             "t = build.find_torch(); p = build.library_path(t); load.library_path = lambda t: p; "
-            "load.find_torch = lambda: build.TorchBuild(root=t.root, version='2.99.0', cuda=None)",
+            "load.find_torch = lambda: build.TorchBuild(root=t.root, version='2.99.0', cuda=t.cuda)",
             "was built for torch",
         ),
-        ("load.library_path = lambda t: '/nowhere/lib.so'", "does not load"),
+        ("load.library_path = lambda t: pathlib.Path('/nowhere/lib.so')", "does not load"),
     ],
 )
 def test_refusals(prepare, message):

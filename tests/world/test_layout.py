@@ -18,15 +18,16 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 
 
 @st.composite
-def layouts(draw):
-    tp, cp, dp, pp = (draw(st.sampled_from([1, 2, 3, 4])) for _ in range(4))
+def layouts(draw, smallest_pp=1):
+    tp, cp, dp = (draw(st.sampled_from([1, 2, 3, 4])) for _ in range(3))
+    pp = draw(st.integers(smallest_pp, 4))
     world = tp * cp * dp * pp
     order = "-".join(draw(st.permutations(AXES)))
     divisors = [(etp, ep) for etp in (1, 2, 4) for ep in (1, 2, 3, 4, 8) if world % (etp * ep * pp) == 0]
+    if pp > 1 and not order.endswith("pp"):  # Megatron refuses what its two generators do not agree on
+        divisors = [(etp, ep) for etp, ep in divisors if etp * ep == tp * cp] or [(tp, cp)]
     etp, ep = draw(st.sampled_from(divisors))
     layout = Layout(world_size=world, tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp, order=order)
-    # Megatron refuses what its two generators do not agree on
-    assume(order.endswith("pp") or pp == 1 or layout.edp == dp)
     dense, expert = generators(layout)
     assume(dense.get_ranks("pp") == expert.get_ranks("pp"))
     return layout
@@ -118,9 +119,8 @@ def test_groups_of_any_rank_are_those_megatron_would_build(layout, data):
 
 
 @settings(max_examples=60, deadline=None)
-@given(layout=layouts(), data=st.data(), world=st.booleans(), delta=st.sampled_from([-1, 1]))
+@given(layout=layouts(smallest_pp=2), data=st.data(), world=st.booleans(), delta=st.sampled_from([-1, 1]))
 def test_p2p_peers_are_neighbours_of_the_target(layout, data, world, delta):
-    assume(layout.pp > 1)
     source, target = (data.draw(st.integers(0, layout.world_size - 1)) for _ in range(2))
     dense, _ = generators(layout)
     group_of = {rank: g for g in dense.get_ranks("pp") for rank in g}
