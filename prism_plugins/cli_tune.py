@@ -135,7 +135,7 @@ def tune(job: Job, settings: Settings) -> tuple[TuneResult, TuneDir]:
     from prism_plugins.tune.progress import TuneProgress
     from prism_plugins.tune.search import Search
 
-    tuners = [i.tuner() for i in load_integrations() if hasattr(i, "tuner")]
+    tuners = {i.name: i.tuner() for i in load_integrations() if hasattr(i, "tuner")}
     if not tuners:
         raise PrismError("no integration that is installed can change layouts")
     if not settings.out:
@@ -143,7 +143,7 @@ def tune(job: Job, settings: Settings) -> tuple[TuneResult, TuneDir]:
         out = os.path.join("prism_out", f"{stamp}-tune-{Path(job.argv[0]).stem}")
         settings = msgspec.structs.replace(settings, out=out)
     with TuneProgress() as progress:
-        search = Search(job, tuners[0], settings, progress=progress)
+        search = Search(job, tuners, settings, progress=progress)
         result = search.run()
     directory = TuneDir(Path(settings.out).absolute())
     write_page(directory.page, result)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from prism_plugins.integration import SliceContext
 from prism_plugins.program.prediction import Prediction
+
+if TYPE_CHECKING:
+    from prism_plugins.integrations.deepspeed.tune import DeepSpeedTuner
 
 
 class DeepSpeedIntegration:
@@ -40,3 +44,9 @@ class DeepSpeedIntegration:
         from prism_plugins.integrations.deepspeed.log import rewrite_lines
 
         return rewrite_lines(lines, prediction)
+
+    def tuner(self) -> DeepSpeedTuner:
+        """What the layout search changes about a launch; see :mod:`~.tune`."""
+        from prism_plugins.integrations.deepspeed.tune import DeepSpeedTuner
+
+        return DeepSpeedTuner()

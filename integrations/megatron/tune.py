@@ -7,9 +7,11 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from prism_plugins.errors import PrismError
+from prism_plugins.integration.knobs import divisors, narrowed, pairs, powers_of_2, without
 from prism_plugins.integration.tuning import (
     Arguments,
     Chunk,
@@ -17,10 +19,12 @@ from prism_plugins.integration.tuning import (
     Limits,
     Point,
     Probe,
+    Scouted,
     Shape,
     Value,
     Verdict,
 )
+from prism_plugins.integrations.megatron.model_sizes import ModelSizes
 from prism_plugins.world.layout import Layout
 
 _WITH_VALUE = (
@@ -81,6 +85,7 @@ class MegatronTuner:
         world_size: int,
         gpus_per_node: int,
         chosen: Mapping[str, tuple[str, ...]],
+        directory: Path,
     ) -> MegatronSpace:
         """See the protocol."""
         return MegatronSpace(
@@ -107,6 +112,9 @@ def _parse(parser: Any, command: Sequence[str]) -> Any:
 class MegatronSpace:
     """The layouts of one Megatron launch. See :class:`prism_plugins.integration.tuning.Space`."""
 
+    scout = None
+    """Its bounds follow from the arguments."""
+
     def __init__(
         self,
         argv: Sequence[str],
@@ -121,10 +129,10 @@ class MegatronSpace:
         self._world = world_size
         self._flags = set(arguments.get("prism_flags", ()))
         self._check_script()
-        self._model = _Model(arguments)
+        self._model = ModelSizes(arguments)
         self._gbs = int(arguments["global_batch_size"])
         own = self._own()
-        self.knobs = tuple(_narrowed(knob, chosen) for knob in self._all_knobs(own, gpus_per_node))
+        self.knobs = tuple(narrowed(knob, chosen) for knob in self._all_knobs(own, gpus_per_node))
         if unknown := set(chosen) - {knob.name for knob in self.knobs}:
             raise PrismError(
                 f"there is no knob {', '.join(sorted(unknown))}; knobs: {', '.join(k.name for k in self.knobs)}"
@@ -152,6 +160,9 @@ class MegatronSpace:
         self.assumptions = tuple(lines)
 
     # ── the space ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def learn(self, scouted: Scouted) -> None:
+        """There is no scout."""
 
     def points(self) -> Iterator[tuple[Point, str]]:
         """Every combination; the reason is structural. Megatron's own validation comes after it."""
@@ -235,23 +246,23 @@ class MegatronSpace:
 
     def _all_knobs(self, own: dict[str, Value], gpus_per_node: int) -> Iterator[Knob]:
         model = self._model
-        tp = [n for n in _powers_of_2(min(gpus_per_node, model.heads)) if self._world % n == 0]
-        pp = [n for n in _divisors(self._world) if n <= model.layers]
+        tp = [n for n in powers_of_2(min(gpus_per_node, model.heads)) if self._world % n == 0]
+        pp = [n for n in divisors(self._world) if n <= model.layers]
         local = self._args.get("transformer_impl") == "local"
         cp = (
             [1]
             if local or "--context-parallel-size" not in self._flags
-            else _powers_of_2(min(16, self._world))
+            else powers_of_2(min(16, self._world))
         )
-        ep = [n for n in _divisors(model.experts)] if model.experts else [1]
+        ep = [n for n in divisors(model.experts)] if model.experts else [1]
         most = max(1, self._gbs // max(1, self._world // (max(tp) * max(pp) * max(cp))))
-        batches = _powers_of_2(min(_MAX_MICRO_BATCH, most))
+        batches = powers_of_2(min(_MAX_MICRO_BATCH, most))
         vpp = [1]
         if self._flags & {
             "--num-layers-per-virtual-pipeline-stage",
             "--virtual-pipeline-model-parallel-size",
         }:
-            vpp = [n for n in _divisors(model.layers) if n <= model.layers // 2]
+            vpp = [n for n in divisors(model.layers) if n <= model.layers // 2]
         recompute: list[Value] = ["none"]
         if "--recompute-granularity" in self._flags:
             recompute = ["none", "selective", "full/4", "full/2", "full"]
@@ -282,21 +293,21 @@ class MegatronSpace:
         """The launch's argv with the point's flags in place of its own."""
         if point == self.own:
             return self._argv
-        return (*_without(self._argv, _WITH_VALUE, _SWITCHES), *self._flags_of(self._named(point)))
+        return (*without(self._argv, _WITH_VALUE, _SWITCHES), *self._flags_of(self._named(point)))
 
     def with_sequence(self, length: int) -> tuple[str, ...]:
         """argv with ``--seq-length``, and ``--max-position-embeddings`` where the launch gives it."""
         flags = [f for f in ("--seq-length", "--max-position-embeddings") if f in self._flags]
-        given = _pairs(self._argv, flags, ())
+        given = pairs(self._argv, flags, ())
         words = [word for flag in flags if flag in given for word in (flag, str(length))]
-        return (*_without(self._argv, flags, ()), *words)
+        return (*without(self._argv, flags, ()), *words)
 
     def changes(self, point: Point) -> tuple[str, ...]:
         """Flags that the point adds or changes, then ``(drop --flag)`` for those to take out."""
         if point == self.own:
             return ()
-        before = _pairs(self._argv, _WITH_VALUE, _SWITCHES)
-        after = _pairs(self.command(point), _WITH_VALUE, _SWITCHES)
+        before = pairs(self._argv, _WITH_VALUE, _SWITCHES)
+        after = pairs(self.command(point), _WITH_VALUE, _SWITCHES)
         added = [f"{flag} {value}".strip() for flag, value in after.items() if before.get(flag) != value]
         return (*added, *(f"(drop {flag})" for flag in before if flag not in after))
 
@@ -352,7 +363,7 @@ class MegatronSpace:
     def probes(self, point: Point) -> tuple[Probe, ...]:
         """One and two plain layers; two with selective recomputation where the point has it."""
         p = self._named(point)
-        words = _without(self._argv, (*_WITH_VALUE, "--num-layers", "--global-batch-size"), _SWITCHES)
+        words = without(self._argv, (*_WITH_VALUE, "--num-layers", "--global-batch-size"), _SWITCHES)
         dp = self.probe_world // (p["tp"] * p["cp"])
         wanted = [("none", 1), ("none", 2)]
         if p["recompute"] == "selective":
@@ -361,10 +372,16 @@ class MegatronSpace:
         for kind, layers in wanted:
             reduced = {**p, "pp": 1, "vpp": 1, "stages": "even", "recompute": kind, "optimizer": "plain"}
             command = (
-                *words, *self._flags_of(reduced), "--num-layers", str(layers),
-                "--global-batch-size", str(2 * dp * p["micro_batch"]),
+                *words, *self._flags_of(reduced), "--global-batch-size", str(2 * dp * p["micro_batch"]),
             )  # fmt: skip
-            probes.append(Probe(kind=kind, command=command, layers=layers))
+            probes.append(
+                Probe(
+                    kind=kind,
+                    command=(*command, "--num-layers", str(layers)),
+                    size=layers,
+                    key=(kind, *command),
+                )
+            )
         return tuple(probes)
 
     def shape(self, point: Point) -> Shape:
@@ -387,6 +404,8 @@ class MegatronSpace:
                     layers=kinds(layers // p["vpp"]),
                     embedding=stage == 0 and chunk == 0,
                     loss=stage == p["pp"] - 1 and chunk == p["vpp"] - 1,
+                    # DistributedDataParallel: not on later stages; get_model: not for later chunks.
+                    bucketed=stage == chunk == 0,
                 )
                 for chunk in range(p["vpp"])
             )
@@ -488,130 +507,7 @@ class MegatronSpace:
             raise PrismError("give --global-batch-size: the search keeps it, whatever the layout")
 
 
-class _Model:
-    """Sizes of the model, for the bounds."""
-
-    def __init__(self, args: Arguments) -> None:
-        self.layers = int(args["num_layers"])
-        self.hidden = int(args["hidden_size"])
-        self.heads = int(args["num_attention_heads"])
-        self.groups = int(args.get("num_query_groups") or 0) if args.get("group_query_attention") else 0
-        self.groups = self.groups or self.heads
-        channels = int(args.get("kv_channels") or self.hidden // self.heads)
-        self.attention = self.heads * channels
-        self.kv = self.groups * channels
-        self.ffn = int(args.get("ffn_hidden_size") or 4 * self.hidden)
-        self.gated = bool(args.get("swiglu"))
-        self.experts = int(args.get("num_experts") or 0)
-        self.top_k = int(args.get("moe_router_topk") or 1) if self.experts else 1
-        if self.experts:
-            self.ffn = int(args.get("moe_ffn_hidden_size") or self.ffn)
-        self.seq = int(args["seq_length"])
-        self.vocab = int(args.get("padded_vocab_size") or args.get("vocab_size") or 0)
-        half = args.get("bf16") or args.get("fp16") or "bf16" not in args
-        self.dtype = "float32" if not half else "float16" if args.get("fp16") else "bfloat16"
-        self.param_bytes = 2 if half else 4
-        self.grad_bytes = 4 if args.get("accumulate_allreduce_grads_in_fp32") else self.param_bytes
-        self.optimizer_bytes = 12 if half else 8
-        if args.get("use_precision_aware_optimizer"):
-            self.optimizer_bytes = 0  # Its states may be as small as one likes.
-        self._latent = bool(args.get("multi_latent_attention"))
-        self._every = args.get("moe_layer_freq", 1) in (None, 1)
-
-    def layer_flops(self, micro_batch: int, *, recomputed: bool) -> float:
-        """Matrix products of a layer, forward and backward, of one micro-batch: 2 FLOPs a multiply-add, backward twice
-        the forward, attention as if causal masks saved half."""
-        tokens = self.seq * micro_batch
-        projections = 0 if self._latent else self.hidden * (2 * self.attention + 2 * self.kv)
-        scores = 0 if self._latent else self.seq * self.attention
-        mlp = (3 if self.gated else 2) * self.hidden * self.ffn * (self.top_k if self._every else 0)
-        forward = 2.0 * tokens * (projections + scores + mlp)
-        return forward * (4 if recomputed else 3)
-
-    def forward_traffic(self, micro_batch: int, *, sp: bool) -> float:
-        """Bytes that the tensor-parallel collectives of a layer's forward bring to a rank, over (tp - 1) / tp: with sequence
-        parallelism two gathers and two reduce-scatters of the activations, without it two all-reduces (of which a switch that
-        reduces moves half of what a ring does). Those of backward can be hidden."""
-        return (4 if sp else 2) * self.seq * micro_batch * self.hidden * self.param_bytes
-
-    def loss_flops(self, micro_batch: int) -> float:
-        """Logits, forward and backward."""
-        return 6.0 * self.seq * micro_batch * self.hidden * self.vocab
-
-    def layer_params(self, tp: int, ep: int) -> float:
-        """Parameters of a layer on a rank, norms, biases and routers left out."""
-        attention = 0 if self._latent else self.hidden * (2 * self.attention + 2 * self.kv)
-        mlp = (3 if self.gated else 2) * self.hidden * self.ffn * (self.experts or 1) / ep
-        return (attention + (mlp if self._every else 0)) / tp
-
-    def embedding_params(self, tp: int) -> float:
-        """Of the embedding, and of the output layer."""
-        return self.hidden * self.vocab / tp
-
-    def kept_bytes(self, micro_batch: int, tp: int, cp: int, sp: bool, *, kind: str) -> float:
-        """Activations of a layer that its backward needs: the inputs of its matrix products, of the activation function and
-        of the attention; of a recomputed layer its input."""
-        tokens, size = self.seq * micro_batch / cp, self.param_bytes
-        spread = tp if sp else 1
-        if kind == "full":
-            return tokens * self.hidden / spread * size
-        wide = (3 if self.gated else 2) * self.ffn * (0 if self.experts else 1)
-        inner = (wide + (0 if self._latent else 2 * self.attention + 2 * self.kv)) / tp
-        return tokens * (inner + 2 * self.hidden / spread) * size
-
-
 def _part(recompute: Value) -> float:
     """``full/4``: 0.25; 0 for none, selective and full."""
     kind, _, part = str(recompute).partition("/")
     return 1 / int(part) if kind == "full" and part else 0.0
-
-
-def _narrowed(knob: Knob, chosen: Mapping[str, tuple[str, ...]]) -> Knob:
-    """The knob with the values that the user allows."""
-    if knob.name not in chosen:
-        return knob
-    by_text = {str(value).lower(): value for value in knob.values}
-    values = []
-    for text in chosen[knob.name]:
-        if text.lower() not in by_text:
-            raise PrismError(
-                f"{knob.name} cannot be {text}; values: {', '.join(str(v).lower() for v in knob.values)}"
-            )
-        values.append(by_text[text.lower()])
-    return Knob(name=knob.name, values=tuple(dict.fromkeys(values)), own=knob.own, help=knob.help)
-
-
-def _without(argv: Sequence[str], with_value: Sequence[str], switches: Sequence[str]) -> tuple[str, ...]:
-    """argv without some flags."""
-    kept: list[str] = []
-    skip = False
-    for word in argv:
-        if skip:
-            skip = False
-            continue
-        name, equals, _ = word.partition("=")
-        if name in with_value:
-            skip = not equals
-        elif word not in switches:
-            kept.append(word)
-    return tuple(kept)
-
-
-def _pairs(argv: Sequence[str], with_value: Sequence[str], switches: Sequence[str]) -> dict[str, str]:
-    """Those flags of argv, with their values."""
-    found: dict[str, str] = {}
-    for i, word in enumerate(argv):
-        name, equals, value = word.partition("=")
-        if name in with_value:
-            found[name] = value if equals else argv[i + 1] if i + 1 < len(argv) else ""
-        elif word in switches:
-            found[word] = ""
-    return found
-
-
-def _powers_of_2(most: int) -> list[int]:
-    return [1 << i for i in range(max(1, most).bit_length())]
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

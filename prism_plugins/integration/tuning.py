@@ -8,10 +8,12 @@ command line, with the framework imported.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from prism_plugins.program.slices import JobFacts
 from prism_plugins.world.layout import Layout
 
 Value = int | str | bool
@@ -45,6 +47,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     arguments: dict[str, Any] = {}
     """Parsed and validated; given for the first command line only. ``prism_flags``: the flags that the parser knows."""
+    framework: str = ""
+    """Name of the integration that judged."""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +58,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """(kind of layer, how many): kinds are those of :attr:`Probe.kind`."""
     embedding: bool = False
     loss: bool = False
+    bucketed: bool = True
+    """Its gradients and parameters are communicated in buckets where that is overlapped, not all at once."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,14 +86,38 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Transfers between stages go on beside compute."""
 
 
+class Whole(msgspec.Struct, frozen=True, kw_only=True):
+    """A point whose probes are the whole job with few micro-batches: its iteration is linear in their number."""
+
+    num_microbatches: int
+
+
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """A reduced job whose slice tells what one kind of layer costs: the same tensor, context and expert parallelism,
-    micro-batch and recomputation with few layers, no pipeline and two micro-batches."""
+    """A reduced job. For a :class:`Shape`: a slice that tells what one kind of layer costs, with the same tensor, context and
+    expert parallelism, micro-batch and recomputation, few layers, no pipeline and two micro-batches. For a :class:`Whole`: the
+    point itself with few micro-batches."""
 
     kind: str
-    """Kind of layer."""
+    """Kind of layer; of no meaning for a :class:`Whole`."""
     command: tuple[str, ...]
-    layers: int
+    size: int
+    """Layers; for a :class:`Whole` micro-batches."""
+    key: tuple[str, ...]
+    """Probes of one key are measured together."""
+    whole: bool = False
+    """For a :class:`Whole`."""
+    tokens: int = 0
+    """Of an iteration of the job as it should be; 0: unknown."""
+    emulated: bool = False
+    """It takes more than a slice of rank 0: an ordinary emulation."""
+
+
+class Scouted(msgspec.Struct, frozen=True, kw_only=True):
+    """What the slice of :attr:`Space.scout` told."""
+
+    facts: JobFacts
+    flops: float
+    """Of the matrix products and the attention of one micro-batch on rank 0, forward and backward."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +145,12 @@ class Space(Protocol):
     tokens_per_iteration: int
     assumptions: tuple[str, ...]
     """What the space leaves out or takes for granted, one line each."""
+    scout: Probe | None
+    """A slice that the space has to see before it can give bounds."""
+
+    def learn(self, scouted: Scouted) -> None:
+        """Take what the scout told. Raises :class:`PrismError` for a job whose layouts cannot be tried."""
+        ...
 
     def points(self) -> Iterator[tuple[Point, str]]:
         """Every point, with the reason why it cannot be ("" where nothing is known against it)."""
@@ -132,13 +168,14 @@ class Space(Protocol):
         """The launch's argv with another sequence length."""
         ...
 
-    def shape(self, point: Point) -> Shape:
+    def shape(self, point: Point) -> Shape | Whole:
         """The point for the composition."""
         ...
 
     def probes(self, point: Point) -> tuple[Probe, ...]:
-        """What has to be sliced to compose it: one and two layers of the plain kind, then two layers of other kinds (none of
-        :data:`FULL`). Probes of different points that are alike are equal."""
+        """What has to be run to compose it: one and two layers of the plain kind, then two layers of other kinds (none of
+        :data:`FULL`); for a :class:`Whole` one or two numbers of micro-batches. Probes of different points that are alike are
+        equal."""
         ...
 
     def limits(self, point: Point) -> Limits:
@@ -150,8 +187,8 @@ class Tuner(Protocol):
     """The layout search's view of a framework."""
 
     def judge(self, parser: Any, commands: Sequence[Sequence[str]]) -> Iterator[Verdict]:
-        """What the framework's own validation says of command lines. ``parser``: the argparse parser that the script
-        was about to use."""
+        """What the framework's own validation says of command lines; nothing where the script does not use it. ``parser``: the
+        argparse parser that the script was about to use."""
         ...
 
     def space(
@@ -162,8 +199,10 @@ class Tuner(Protocol):
         world_size: int,
         gpus_per_node: int,
         chosen: Mapping[str, tuple[str, ...]],
+        directory: Path,
     ) -> Space:
-        """The space around a launch. ``chosen``: by knob, the values (as text) that the user allows.
+        """The space around a launch. ``chosen``: by knob, the values (as text) that the user allows; ``directory``: for files
+        that the command lines of points name.
 
         Raises :class:`~prism_plugins.errors.PrismError` for a script whose layout cannot be changed by arguments, and
         for fixed choices that contradict each other.

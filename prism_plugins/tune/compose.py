@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +18,8 @@ from prism_plugins.costs.base import CostModel
 from prism_plugins.integration.tuning import FULL, Chunk, Shape
 from prism_plugins.program.memory_device import CommunicatorUse, DeviceOverhead
 from prism_plugins.program.model import DTYPE_BYTES, CommSignature, MemoryCategory
+from prism_plugins.program.prediction import Breakdown
+from prism_plugins.tune.exposed import NOTHING, Buckets, after_backward, before_forward
 from prism_plugins.tune.layers import LayerCosts, recomputed
 from prism_plugins.tune.pipeline import Stages, busy, critical_path, pipeline_ends
 
@@ -41,14 +42,18 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """``composed`` or ``emulated``."""
 
 
-class _Buckets(NamedTuple):
-    ms: float
-    """All of them one after the other."""
-    number: int
-    channels: int
-
-
-_NOTHING = _Buckets(0.0, 1, 0)
+def estimate_of_parts(iteration_ms: float, parts: Breakdown, memory_bytes: int, *, source: str) -> Estimate:
+    """A simulation in the terms of a composition."""
+    return Estimate(
+        iteration_ms=iteration_ms,
+        memory_bytes=memory_bytes,
+        compute_ms=parts.compute,
+        exposed_ms=parts.exposed_communication,
+        bubble_ms=parts.bubble,
+        optimizer_ms=parts.optimizer,
+        host_ms=parts.host,
+        source=source,
+    )
 
 
 class Composer:
@@ -72,19 +77,20 @@ class Composer:
         stages = self._stages(shape, kinds)
         m = layout.num_microbatches
         steps = [sum(f) + sum(b) for f, b in zip(stages.forward, stages.backward, strict=True)]
-        grad_ms, late, grads = [], [], []
-        for s in range(layout.pp):
-            reduction, gathering = self._data_parallel(shape, kinds, s)
-            backward, forward = sum(stages.backward[s]), sum(stages.forward[s])
-            grad_ms.append(self._beside(reduction, backward) if shape.overlap_grad else reduction.ms)
-            late.append(self._beside(gathering, forward) if shape.overlap_param else 0.0)
-            grads.append(0.0 if shape.overlap_param else gathering.ms)
+        grad_ms, grads, first = [], [], []
+        for s, stage in enumerate(shape.chunks):
+            reductions, gathered = zip(*(self._data_parallel(shape, kinds, s, c) for c in stage), strict=True)
+            late = after_backward(reductions, stages.backward[s], layout.pp)
+            grad_ms.append(late if shape.overlap_grad else sum(r.ms for r in reductions))
+            grads.append(0.0 if shape.overlap_param else sum(g.ms for g in gathered))
+            first.append(gathered[0] if shape.overlap_param else NOTHING)
         ends = self._pipeline(stages, m)
-        # Later stages gather their parameters while the first micro-batch comes down.
         arrives = itertools.accumulate(
-            (f[0] + t for f, t in zip(stages.forward, stages.transfer, strict=True)), initial=0.0
+            (f[0] + t for f, t in zip(stages.forward[:-1], stages.transfer, strict=False)), initial=0.0
         )
-        delay = max(max(0.0, ms - at) for ms, at in zip(late, arrives, strict=False))
+        delay = before_forward(
+            first, [f[0] for f in stages.forward], list(arrives), from_start=layout.vpp > 1
+        )
         shards = layout.dp * layout.cp if shape.sharded_optimizer else 1
         optimizer = max(self._optimizer(kinds, stage, shards) for stage in shape.chunks)
         rest = max(self._sum(kinds, stage, "rest") for stage in shape.chunks)
@@ -160,25 +166,28 @@ class Composer:
         return self._costs.price_comm(comm, pair, pair[0]).duration_ns * 1e-6
 
     def _data_parallel(
-        self, shape: Shape, kinds: Mapping[str, LayerCosts], stage: int
-    ) -> tuple[_Buckets, _Buckets]:
-        """Gradient reduction and parameter gathering of a stage."""
+        self, shape: Shape, kinds: Mapping[str, LayerCosts], stage: int, chunk: Chunk
+    ) -> tuple[Buckets, Buckets]:
+        """Gradient reduction and parameter gathering of a chunk."""
         layout = shape.layout
         if layout.dp * layout.cp == 1:
-            return _NOTHING, _NOTHING
+            return NOTHING, NOTHING
         here = dict.fromkeys(layout.sizes(), 0) | {"pp": stage}
         ranks = tuple(
             sorted(
                 layout.rank_of(here | {"dp": d, "cp": c}) for d in range(layout.dp) for c in range(layout.cp)
             )
         )
-        gradients = self._state(shape, kinds, shape.chunks[stage], MemoryCategory.GRADIENTS)
-        numel = self._numel(shape, kinds, shape.chunks[stage])
-        buckets = self._buckets(shape, numel)
+        gradients = self._state(shape, kinds, (chunk,), MemoryCategory.GRADIENTS)
+        numel = (
+            self._state(shape, kinds, (chunk,), MemoryCategory.PARAMETERS) / DTYPE_BYTES[shape.param_dtype]
+        )
+        buckets = max(1, round(numel / shape.bucket_elements)) if shape.overlap_grad and chunk.bucketed else 1
         dtype = "float32" if gradients > 3 * numel else shape.param_dtype
         size = int(numel // buckets)
+        model = self._costs.interference
 
-        def price(kind: str, dtype: str, whole_in: bool, whole_out: bool) -> _Buckets:
+        def price(kind: str, dtype: str, whole_in: bool, whole_out: bool) -> Buckets:
             shard = size // len(ranks)
             comm = CommSignature(
                 kind=kind,
@@ -188,28 +197,14 @@ class Composer:
                 out_numel=size if whole_out else shard,
             )
             one = self._costs.price_comm(comm, ranks, ranks[0])
-            return _Buckets(one.duration_ns * 1e-6 * buckets, buckets, one.channels)
+            held = one.channels / model.num_sms if model is not None else 0.0
+            return Buckets(one.duration_ns * 1e-6 * buckets, buckets, held)
 
         if not shape.sharded_optimizer:
-            return price("all_reduce", dtype, True, True), _NOTHING
+            return price("all_reduce", dtype, True, True), NOTHING
         return price("reduce_scatter", dtype, True, False), price(
             "all_gather", shape.param_dtype, False, True
         )
-
-    def _beside(self, buckets: _Buckets, compute_ms: float) -> float:
-        """What buckets that become ready evenly over ``compute_ms`` add to it: what is not hidden, and the SMs that the hidden
-        ones hold (:mod:`prism_plugins.simulate.interference`)."""
-        each, gap = buckets.ms / buckets.number, compute_ms / buckets.number
-        exposed = each if each <= gap else buckets.ms - compute_ms + gap
-        model = self._costs.interference
-        held = buckets.channels / model.num_sms if model is not None else 0.0
-        return exposed + (buckets.ms - exposed) * held
-
-    def _numel(self, shape: Shape, kinds: Mapping[str, LayerCosts], stage: tuple[Chunk, ...]) -> float:
-        return self._state(shape, kinds, stage, MemoryCategory.PARAMETERS) / DTYPE_BYTES[shape.param_dtype]
-
-    def _buckets(self, shape: Shape, numel: float) -> int:
-        return max(1, round(numel / shape.bucket_elements)) if shape.overlap_grad else 1
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────
 

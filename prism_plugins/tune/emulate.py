@@ -13,10 +13,11 @@ from pathlib import Path
 
 from prism_plugins.emit.prediction_json import read_prediction
 from prism_plugins.errors import PrismError
+from prism_plugins.group_guard import GroupGuard
 from prism_plugins.options import TABLE, Job
 from prism_plugins.program.prediction import Prediction
 from prism_plugins.rundir import RunDir
-from prism_plugins.tune.compose import Estimate
+from prism_plugins.tune.compose import Estimate, estimate_of_parts
 
 _POLL_S = 0.2
 _GRACE_S = 5.0
@@ -77,6 +78,8 @@ def emulate(
             env=alone(os.environ),
             start_new_session=True,
         )
+    guard = GroupGuard()
+    guard.watch(process.pid)
     try:
         while process.poll() is None:
             if time.monotonic() > deadline:
@@ -84,6 +87,8 @@ def emulate(
             time.sleep(_POLL_S)
     finally:
         _end(process)
+        guard.forget(process.pid)
+        guard.close()
     prediction = finished_prediction(out)
     if prediction is not None:
         return prediction
@@ -107,18 +112,8 @@ def _end(process: subprocess.Popen) -> None:
 
 def estimate_of(prediction: Prediction) -> Estimate:
     """An emulation in the terms of a composition."""
-    parts = prediction.breakdown_ms
     memory = max(
         (m.peak_allocated_bytes + m.device_used_bytes - m.peak_reserved_bytes for m in prediction.memory),
         default=0,
     )
-    return Estimate(
-        iteration_ms=prediction.iteration_time_ms,
-        memory_bytes=memory,
-        compute_ms=parts.compute,
-        exposed_ms=parts.exposed_communication,
-        bubble_ms=parts.bubble,
-        optimizer_ms=parts.optimizer,
-        host_ms=parts.host,
-        source="emulated",
-    )
+    return estimate_of_parts(prediction.iteration_time_ms, prediction.breakdown_ms, memory, source="emulated")

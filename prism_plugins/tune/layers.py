@@ -72,6 +72,8 @@ class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Communicators of the reduced job."""
     nvls: frozenset[str]
     probe_world: int
+    prices: CostModel
+    """At the clocks of a job of such layers."""
     overlaps: bool = False
     """Gradients were reduced during backward, whatever the arguments say."""
 
@@ -130,9 +132,9 @@ def recomputed(base: LayerCosts, input_bytes: int) -> LayerCosts:
     return msgspec.structs.replace(base, one=reduced[0], two=reduced[1])
 
 
-def reduce_other(program: Program, facts: JobFacts, costs: CostModel) -> Reduced:
+def reduce_other(program: Program, facts: JobFacts, base: LayerCosts) -> Reduced:
     """A reduced job of another kind of layer, for :func:`other_kind`."""
-    return _reduce(program, _simulate(program, facts, costs), costs, [0, 0])
+    return _reduce(program, _simulate(program, facts, base.prices), base.prices, [0, 0])
 
 
 def measure(
@@ -148,12 +150,13 @@ def measure(
     Raises :class:`PrismError` when they are not what a probe should be (no two micro-batches of forward and backward).
     """
     one, two = programs
-    simulations = [_simulate(program, facts, costs) for program in programs]
     layer_events = _phase_lengths(two) - _phase_lengths(one)
     heads = [
         max(0, _common_prefix(one, two, kind) - int(layer_events[i]))
         for i, kind in enumerate(("forward", "backward"))
     ]
+    costs = _at_clocks_of(_layers_alone(two, heads, layer_events), facts, costs)
+    simulations = [_simulate(program, facts, costs) for program in programs]
     reduced = [
         _reduce(program, simulation, costs, heads)
         for program, simulation in zip(programs, simulations, strict=True)
@@ -164,16 +167,37 @@ def measure(
         uses=communicators(one, gpus_per_domain=gpus_per_domain),
         nvls=nvls,
         probe_world=facts.layout.world_size,
+        prices=costs,
         overlaps=reduces_in_backward(one),
     )
 
 
+def _layers_alone(two: Program, heads: Sequence[int], layer_events: np.ndarray) -> Program:
+    """The steps of the two-layer job without embedding, loss and optimizer: what a stage of many layers mostly does."""
+    parts = []
+    for kind, head, length in zip(_MEASURED, heads, layer_events.tolist(), strict=True):
+        first = _rows(two, kind)[0] + 1 + head
+        parts.append(two.events[first : first + 2 * length])
+    return msgspec.structs.replace(two, events=np.concatenate(parts))
+
+
+def _at_clocks_of(program: Program, facts: JobFacts, costs: CostModel) -> CostModel:
+    """Prices at the clocks of a job that runs this program. The optimizer, which is as large in a reduced job as all its
+    layers, would have them higher."""
+    costs.settle(_as_job(program, facts))
+    return costs.in_state_of(program.signatures)
+
+
+def _as_job(program: Program, facts: JobFacts) -> JobPrograms:
+    """A job with every rank as rank 0."""
+    ranks = np.arange(facts.layout.world_size)
+    cls = RankClass(name="all", ranks=ranks, representative=program.rank, exemplar=program)
+    return JobPrograms(layout=facts.layout, classes=(cls,))
+
+
 def _simulate(program: Program, facts: JobFacts, costs: CostModel) -> Simulation:
     """The reduced job with every rank as rank 0."""
-    cls = RankClass(
-        name="all", ranks=np.arange(facts.layout.world_size), representative=program.rank, exemplar=program
-    )
-    return Simulation(JobPrograms(layout=facts.layout, classes=(cls,)), costs)
+    return Simulation(_as_job(program, facts), costs)
 
 
 def _steps(program: Program) -> dict[tuple[str, int], tuple[int, int]]:

@@ -161,8 +161,18 @@ class TuneDir:
 
 
 def describe(knobs: Mapping[str, object]) -> str:
-    """A layout in a few words: ``tp8 pp16 vpp2 micro-batch 2, sequence parallel, full recompute``."""
+    """A layout in a few words: ``tp8 pp16 vpp2 mb2 sp recompute:full``, ``ZeRO-3 mb4 offload:optimizer bucket 5e+08``."""
     k = dict(knobs)
+    if "zero" in k:
+        sizes = [f"{name}{k[name]}" for name in ("tp", "pp") if k.get(name, 1) != 1]
+        text = " ".join([f"ZeRO-{k['zero']}", *sizes, f"mb{k['micro_batch']}"])
+        if k["offload"] != "none":
+            text += f" offload:{k['offload']}"
+        if k["zero"]:
+            bucket = k["bucket"]
+            text += f" bucket {bucket:.0e}" if isinstance(bucket, int) else f" bucket {bucket}"
+            text += " overlap" if k["overlap"] else ""
+        return text
     parts = [f"{name}{k[name]}" for name in ("tp", "cp", "ep", "pp", "vpp") if k.get(name, 1) != 1]
     text = " ".join(parts) or "data parallel only"
     if k.get("stages") == "uneven":

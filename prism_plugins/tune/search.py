@@ -3,52 +3,38 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import itertools
 import os
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.cluster import check_world, load_cluster
 from prism_plugins.costs.efficiency import efficiency_of
-from prism_plugins.costs.model import build_cost_model, host_of, load_calibration
+from prism_plugins.costs.model import load_calibration
 from prism_plugins.costs.nccl.settings import parse_settings
 from prism_plugins.errors import Interrupted, PrismError
-from prism_plugins.host_speed import with_host_of_slices
-from prism_plugins.integration.tuning import Point, Probe, Space, Tuner
+from prism_plugins.integration.tuning import Point, Space, Tuner
 from prism_plugins.options import Job
-from prism_plugins.predict import device_overhead, nvls_groups
-from prism_plugins.program.job import JobPrograms, RankClass
-from prism_plugins.program.model import Program
-from prism_plugins.program.slices import SliceReport, SliceSpec
-from prism_plugins.program.store import load_program
-from prism_plugins.rundir import SliceDir, read_json
+from prism_plugins.program.slices import SliceSpec
 from prism_plugins.script import check_script
-from prism_plugins.tune.cluster_file import write_cluster
-from prism_plugins.tune.compose import Composer
-from prism_plugins.tune.emulate import emulate, estimate_of, finished_prediction
-from prism_plugins.tune.executors import Executor, Task, make_executor
-from prism_plugins.tune.layers import LayerCosts, measure, other_kind, reduce_other
+from prism_plugins.tune.finals import Finals
+from prism_plugins.tune.probes import Probes
 from prism_plugins.tune.progress import TuneProgress
 from prism_plugins.tune.result import Candidate, Counts, Miss, TuneDir, TuneResult, Variant, describe
 from prism_plugins.tune.settings import Settings
 from prism_plugins.tune.warm import WarmScript
-from prism_plugins.world.layout import Layout
 
 _BATCH = 24
 """Points that are judged and composed at a time, best bound first."""
+_BATCH_OF_WHOLES = 4
+"""The same where each takes slices of its own."""
 _SLACK = 1.10
 """A point is composed unless its bound is that far above the best composed time: composed times have an error."""
-_LEAST_ERROR = 0.03
-"""Of composed times, where emulations found less."""
 _MAX_ILLEGAL_REASONS = 40
 
 
@@ -63,18 +49,19 @@ class _Open(NamedTuple):
 class Search:
     """One search. :meth:`run` does it; what was found so far is always on disk."""
 
-    def __init__(self, job: Job, tuner: Tuner, settings: Settings, *, progress: TuneProgress) -> None:
+    def __init__(
+        self, job: Job, tuners: Mapping[str, Tuner], settings: Settings, *, progress: TuneProgress
+    ) -> None:
+        """``tuners``: by the name of their integration."""
         check_script(job.run_as, job.argv[0])
         self._job = job
-        self._tuner = tuner
+        self._tuners = tuners
         self._settings = settings
         self._progress = progress
         self._began = time.monotonic()
         self._deadline = self._began + settings.budget_s
         self._cluster = load_cluster(job.options.cluster)
         check_world(self._cluster, job.options.world_size)
-        self._nccl = parse_settings(os.environ)
-        self._calibration = load_calibration(job.options.calibration)
         self._dir = TuneDir(Path(settings.out).absolute())
         earlier = self._dir.claim(job, settings.chosen)
         self.result = TuneResult(
@@ -84,12 +71,15 @@ class Search:
             capacity_bytes=self._cluster.gpu.memory_bytes,
         )
         self._earlier_seconds = (earlier.seconds, earlier.cpu_seconds) if earlier else (0.0, 0.0)
-        self._earlier_host = earlier.host_us if earlier else (0.0, 0.0, 0.0)
+        self._probes = Probes(
+            job,
+            self._cluster,
+            self._dir,
+            nccl=parse_settings(os.environ),
+            calibration=load_calibration(job.options.calibration),
+            earlier_host=earlier.host_us if earlier else (0.0, 0.0, 0.0),
+        )
         self._composed: dict[Point, Candidate] = {}
-        self._kinds: dict[tuple[str, ...], LayerCosts | str] = {}
-        """By the one-layer probe's command: costs, or why there are none."""
-        self._composer: Composer | None = None
-        self._costs: CostModel | None = None
         self._illegal: Counter[str] = Counter()
         self._is_side = False
         """Composes a variant of the launch; only the search itself is written down."""
@@ -108,11 +98,24 @@ class Search:
         try:
             with self._warm() as script:
                 space = self._space(script)
+                self._scout(space, script)
                 self._compose_all(space, self._bounded(space), script)
                 for what, value in self._settings.variants:
                     self._vary(what, value, space, script)
-            self._emulate_best(space)
-            self._verify_best(space)
+            finals = Finals(
+                self._job,
+                self._settings,
+                self._dir,
+                result=result,
+                composed=self._composed,
+                lowest_pruned_ms=self._lowest_pruned_ms,
+                deadline=self._deadline,
+                progress=self._progress,
+                failed=lambda why: self._illegal.update([f"its emulation failed: {why}"]),
+                save=self._save,
+            )
+            finals.run(space)
+            finals.verify(space, self._fitting()[: self._settings.verify])
             result.status = "budget over" if time.monotonic() > self._deadline else "done"
         except (Interrupted, KeyboardInterrupt):
             result.status = "interrupted"
@@ -145,16 +148,25 @@ class Search:
         options = self._job.options
         verdicts = script.judge([self._job.argv], world_size=options.world_size)
         if not verdicts:
-            raise PrismError("prism tune knows no framework that this script uses (supported: Megatron)")
+            raise PrismError(
+                "prism tune knows no framework that this script had imported when it read its command line "
+                "(supported: Megatron, DeepSpeed)"
+            )
         if not verdicts[0].legal:
             raise PrismError(f"the launch itself is not legal: {verdicts[0].reason}")
-        return self._tuner.space(
+        return self._tuners[verdicts[0].framework].space(
             self._job.argv,
             verdicts[0].arguments,
             world_size=options.world_size,
             gpus_per_node=self._cluster.gpus_per_node,
             chosen=self._settings.chosen,
+            directory=self._dir.path,
         )
+
+    def _scout(self, space: Space, script: WarmScript) -> None:
+        if space.scout is not None:
+            self._progress.stage("a first slice of the launch")
+            space.learn(self._probes.scout(space.scout, script, space))
 
     def _bounded(self, space: Space) -> list[_Open]:
         """Legal points that may fit, best bound first."""
@@ -186,17 +198,19 @@ class Search:
                 f"the choices contradict each other: none of {counts.points} points is legal: {worst}"
             )
         self.result.assumptions = space.assumptions
-        opened.sort(key=lambda item: (item.point != space.own, item.bound_ms))
+        opened.sort(
+            key=lambda item: (item.point != space.own, item.bound_ms, _distance(item.point, space.own))
+        )
         return opened
 
     # ── composition ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _compose_all(self, space: Space, opened: list[_Open], script: WarmScript) -> None:
         counts = self.result.counts
-        position = 0
+        position, size = 0, _BATCH if space.scout is None else _BATCH_OF_WHOLES
         while position < len(opened) and time.monotonic() < self._deadline:
             batch: list[_Open] = []
-            while position < len(opened) and len(batch) < _BATCH:
+            while position < len(opened) and len(batch) < size:
                 item = opened[position]
                 position += 1
                 slower = item.bound_ms > self._best_ms() * _SLACK and not self._settings.everything
@@ -206,11 +220,17 @@ class Search:
                 else:
                     batch.append(item)
             batch = self._judged(space, batch, script)
-            self._probe(space, batch, script)
+            self._probes.run(
+                space,
+                [item.point for item in batch],
+                script,
+                deadline=self._deadline,
+                on_end=self._progress.probed,
+            )
             for item in batch:
                 self._compose(space, item)
             self._progress.composed(
-                self._best(), done=position, total=len(opened), kinds=len(self._kinds), counts=counts
+                self._best(), done=position, total=len(opened), kinds=len(self._probes), counts=counts
             )
             self._save()
         counts.left += len(opened) - position
@@ -249,123 +269,25 @@ class Search:
                 self._illegal[verdict.reason] += 1
         return kept
 
-    def _probe(self, space: Space, batch: Iterable[_Open], script: WarmScript) -> None:
-        """Slice the reduced jobs that the batch needs and nobody has sliced yet."""
-        missing: dict[tuple[str, ...], list[Probe]] = {}
-        base_of: dict[tuple[str, ...], tuple[str, ...]] = {}
-        for item in batch:
-            probes = space.probes(item.point)
-            for probe in probes:
-                key = _kind_key(probe)
-                base_of[key] = _kind_key(probes[0])
-                if key not in self._kinds and probe not in missing.setdefault(key, []):
-                    missing[key].append(probe)
-        commands = {}
-        for probe in itertools.chain(*missing.values()):
-            name = _digest(probe.command)
-            if self._probed(name) is None:
-                commands[name] = probe.command
-        for _ in script.run(
-            commands.items(),
-            world_size=space.probe_world,
-            jobs=self._job.options.jobs,
-            give_up_at=self._deadline,
-        ):
-            self._progress.probed()
-        for key, probes in missing.items():
-            if probes and (found := self._measured(probes, self._kinds.get(base_of[key]))) is not None:
-                self._kinds[key] = found
-
-    def _probed(self, name: str) -> tuple[SliceReport, SliceDir] | None:
-        folder = SliceDir(self._dir.path / "probes" / name)
-        if not folder.report.exists():
-            return None
-        try:
-            return read_json(folder.report, SliceReport), folder
-        except PrismError:
-            return None
-
-    def _measured(self, probes: list[Probe], base: LayerCosts | str | None) -> LayerCosts | str | None:
-        """The costs of a kind of layer from its probes, or why there are none; None where the budget was over before."""
-        programs, facts, last = [], None, None
-        for probe in sorted(probes, key=lambda p: p.layers):
-            ended = self._probed(_digest(probe.command))
-            if ended is None:
-                return None
-            last, folder = ended
-            if last.status != "ok" or last.facts is None:
-                return last.message or "its reduced slice told no layout"
-            facts = last.facts
-            programs.append(load_program(folder.program))
-        assert facts is not None
-        assert last is not None
-        if self._costs is None:
-            self._settle_host(programs[-1], last, facts.layout)
-        assert self._costs is not None
-        try:
-            if len(programs) == 1:
-                if not isinstance(base, LayerCosts):
-                    return base
-                return other_kind(base, reduce_other(programs[0], facts, self._costs))
-            one = programs[0]
-            nvls = frozenset(one.groups[g].desc or one.groups[g].name for g in nvls_groups(one, self._costs))
-            domain = self._cluster.gpus_per_domain
-            return measure(programs, facts, self._costs, nvls=nvls, gpus_per_domain=domain)
-        except PrismError as error:
-            return str(error)
-
-    def _settle_host(self, program: Program, report: SliceReport, layout: Layout) -> None:
-        """Take the host's speed once, from the first reduced slice: layouts must not be ranked by the machine's mood."""
-        cluster = self._cluster
-        if self._job.options.device == "virtual" and cluster.host.from_slices:
-            if any(self._earlier_host):
-                op, view, comm = self._earlier_host
-                target = host_of(self._calibration)
-                calls = target.benchmark.enqueue_us if target is not None and target.benchmark else {}
-                host = msgspec.structs.replace(
-                    cluster.host, op_us=op, view_us=view, comm_us=comm, enqueue_us=calls
-                )
-                cluster = msgspec.structs.replace(cluster, host=host)
-            else:
-                ranks = np.arange(layout.world_size)
-                cls = RankClass(name="all", ranks=ranks, representative=0, exemplar=program)
-                cluster = with_host_of_slices(
-                    cluster,
-                    JobPrograms(layout=layout, classes=(cls,)),
-                    {0: report},
-                    host_of(self._calibration),
-                )
-            host = msgspec.structs.replace(cluster.host, from_slices=False, measured_in_slices=False)
-            cluster = msgspec.structs.replace(cluster, host=host)
-        self._cluster = cluster
-        self.result.host_us = (cluster.host.op_us, cluster.host.view_us, cluster.host.comm_us)
-        write_cluster(self._dir.cluster, cluster)
-        self._costs = build_cost_model(cluster, nccl=self._nccl, calibration=self._calibration)
-        self._composer = Composer(self._costs, device_overhead(cluster, self._nccl))
-
     def _compose(self, space: Space, item: _Open) -> None:
         counts = self.result.counts
-        kinds: dict[str, LayerCosts] = {}
-        for probe in space.probes(item.point):
-            costs = self._kinds.get(_kind_key(probe))
-            if costs is None:  # the budget was over
-                counts.left += 1
-                return
-            if isinstance(costs, str):
-                if item.point == space.own and not self._is_side:
-                    raise PrismError(f"a reduced job of the launch itself does not run: {costs}")
-                self._illegal[f"its reduced job does not run: {costs}"] += 1
-                counts.legal -= 1
-                return
-            kinds[probe.kind] = costs
-        assert self._composer is not None
+        kinds = self._probes.kinds(space, item.point)
+        if kinds is None:  # the budget was over
+            counts.left += 1
+            return
+        if isinstance(kinds, str):
+            if item.point == space.own and not self._is_side:
+                raise PrismError(f"a reduced job of the launch itself does not run: {kinds}")
+            self._illegal[f"its reduced job does not run: {kinds}"] += 1
+            counts.legal -= 1
+            return
         shape = space.shape(item.point)
         if item.point != space.own and not self._settings.everything:
-            least = self._composer.at_least_ms(shape, kinds)
+            least = self._probes.at_least_ms(shape, kinds)
             if least > self._best_ms():
                 counts.slower_by_layers += 1
                 return
-        estimate = self._composer.compose(shape, kinds)
+        estimate = self._probes.compose(shape, kinds)
         counts.composed += 1
         knobs = {knob.name: value for knob, value in zip(space.knobs, item.point.values, strict=True)}
         self._composed[item.point] = Candidate(
@@ -394,7 +316,7 @@ class Search:
 
     def _vary(self, what: str, value: float, space: Space, script: WarmScript) -> None:
         """Compose the best layout of a launch that differs in one thing. Probes are shared wherever they are the same."""
-        if self._costs is None or time.monotonic() > self._deadline:
+        if not self._probes.settled or time.monotonic() > self._deadline:
             return
         self._progress.stage(f"{what} {value:g}")
         other = copy.copy(self)
@@ -409,10 +331,11 @@ class Search:
                     self._cluster.node, nic_bytes_per_s=self._cluster.node.nic_bytes_per_s * value
                 )
                 other._cluster = msgspec.structs.replace(self._cluster, node=node)
-                costs = build_cost_model(other._cluster, nccl=self._nccl, calibration=self._calibration)
-                other._composer = Composer(costs, device_overhead(other._cluster, self._nccl))
+                settled = msgspec.structs.replace(self._probes.cluster, node=node)
+                other._probes = self._probes.on(settled)
             check_world(other._cluster, other._job.options.world_size)
             varied = other._space(script)
+            other._scout(varied, script)
             other._compose_all(varied, other._bounded(varied), script)
         except PrismError as error:
             note = str(error)
@@ -431,130 +354,13 @@ class Search:
             return msgspec.structs.replace(self._job, argv=space.with_sequence(int(value)))
         return self._job
 
-    # ── emulation ────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _emulate_best(self, space: Space) -> None:
-        """The best composed layouts and the own launch in full, until none that is left can be better."""
-        settings = self._settings
-        executor = make_executor(
-            settings.executor,
-            directory=self._dir.path,
-            width=settings.workers,
-            cpus=self._job.options.jobs,
-            slurm=settings.slurm,
-        )
-        done = 0
-        tried: set[Point] = set()
-        everything = settings.everything and settings.emulations > 0
-        while (everything or done < settings.emulations) and time.monotonic() < self._deadline:
-            order = [p for p in self._order() if p not in tried]
-            if not order or (self._is_proven(order) and not everything):
-                break
-            most = executor.width if everything else min(executor.width, settings.emulations - done)
-            batch = order[:most]
-            tried.update(batch)
-            self._emulate(space, batch, executor)
-            done += len(batch)
-        waits = settings.emulations > 0 and space.own in self._composed and space.own not in tried
-        if waits and time.monotonic() < self._deadline:
-            tried.add(space.own)
-            self._emulate(space, [space.own], executor)
-        self.result.proven = bool(tried) and self._is_proven([p for p in self._order() if p not in tried])
-
-    def _order(self) -> list[Point]:
-        """Points that fit, best first by composed time."""
-        capacity = self.result.capacity_bytes
-        fitting = [
-            (c.composed.iteration_ms, p)
-            for p, c in self._composed.items()
-            if c.composed and not c.failed and c.composed.memory_bytes <= capacity
-        ]
-        return [p for _, p in sorted(fitting, key=lambda item: item[0])]
-
-    def _is_proven(self, left: list[Point]) -> bool:
-        """No composed layout that is left, less the error found so far, is faster than the best emulated one."""
-        emulated = [
-            c.emulated.iteration_ms
-            for c in self._composed.values()
-            if c.emulated and c.emulated.memory_bytes <= self.result.capacity_bytes
-        ]
-        if not emulated or self.result.counts.left or self._lowest_pruned_ms < min(emulated):
-            return False
-        error = max(_LEAST_ERROR, self.result.composition_error or 0.0)
-        times = [c.composed.iteration_ms for p in left if (c := self._composed[p]).composed]
-        return all(ms * (1 - error) >= min(emulated) for ms in times)
-
-    def _emulate(self, space: Space, points: list[Point], executor: Executor) -> None:
-        seconds = max(0.0, self._deadline - time.monotonic())
-        told = ", ".join(describe(self._composed[point].knobs) for point in points)
-        self._progress.stage(f"emulating {told} in full ({self._job.options.world_size} ranks)")
-        tasks = [
-            Task(
-                job=self._job,
-                argv=space.command(point),
-                cluster=self._dir.cluster,
-                out=self._dir.runs / _digest(space.command(point)),
-                seconds=seconds,
-            )
-            for point in points
-        ]
-        for index, failure in executor.run(tasks):
-            self._emulated(points[index], tasks[index].out, failure)
-            self._save()
-
-    def _emulated(self, point: Point, out: Path, failure: str) -> None:
-        candidate = self._composed[point]
-        found = finished_prediction(out)
-        if found is None:
-            if failure:
-                self._composed[point] = msgspec.structs.replace(candidate, failed=failure)
-                self._illegal[f"its emulation failed: {failure}"] += 1
-            return
-        self.result.counts.emulated += 1
-        estimate = estimate_of(found)
-        hang = next((f.message for f in found.findings if f.kind == "hang"), "")
-        self._composed[point] = msgspec.structs.replace(
-            candidate,
-            emulated=estimate,
-            run=str(out),
-            tokens_per_s_per_gpu=found.tokens_per_s_per_gpu,
-            failed=hang,
-        )
-        if candidate.composed and not hang and estimate.iteration_ms:
-            error = abs(candidate.composed.iteration_ms / estimate.iteration_ms - 1)
-            self.result.composition_error = max(error, self.result.composition_error or 0.0)
-        self._progress.emulated(self._composed[point])
-
-    def _verify_best(self, space: Space) -> None:
-        """The best layouts again, their slices on a real GPU."""
-        options = msgspec.structs.replace(self._job.options, device="cuda", jobs=1)
-        job = msgspec.structs.replace(self._job, options=options)
-        points = {id(c): point for point, c in self._composed.items()}
-        for candidate in self._fitting()[: self._settings.verify]:
-            point = points[id(candidate)]
-            command = space.command(point)
-            self._progress.stage(f"running slices of {describe(candidate.knobs)} on the GPU")
-            found = emulate(
-                job,
-                command,
-                cluster=self._dir.cluster,
-                out=self._dir.path / "verified" / _digest(command),
-                seconds=max(0.0, self._deadline - time.monotonic()),
-            )
-            if found is None:
-                return
-            if isinstance(found, str):
-                raise PrismError(f"--verify: {found}")
-            self._composed[point] = msgspec.structs.replace(
-                candidate, verified=msgspec.structs.replace(estimate_of(found), source="verified")
-            )
-
     # ── results ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _save(self) -> None:
         if self._is_side:
             return
         result = self.result
+        result.host_us = self._probes.host_us if self._probes.settled else result.host_us
         fitting = self._fitting()
         judged = next((c for c in fitting if c.emulated), None)
         result.candidates = tuple(sorted(fitting, key=lambda c: judged is not None and c is not judged))
@@ -588,12 +394,6 @@ class Search:
         raise PrismError(f"no layout could be composed: {reasons}")
 
 
-def _kind_key(probe: Probe) -> tuple[str, ...]:
-    """Equal for the probes of one kind of layer: the command without the number of layers."""
-    words = list(probe.command)
-    where = len(words) - 1 - words[::-1].index("--num-layers")
-    return (probe.kind, *words[:where], *words[where + 2 :])
-
-
-def _digest(words: Iterable[str]) -> str:
-    return hashlib.blake2b("\0".join(words).encode(), digest_size=8).hexdigest()
+def _distance(point: Point, own: Point) -> int:
+    """Knobs in which they differ."""
+    return sum(a != b for a, b in zip(point.values, own.values, strict=True))

@@ -116,12 +116,11 @@ class WarmSlice(Slice):
         os.environ["WORLD_SIZE"] = str(request.world_size)
         assert self.context is not None
         self.context.spec = msgspec.structs.replace(self.spec, world_size=request.world_size)
-        tuners = [i.tuner() for i in self.integrations if hasattr(i, "tuner")]
         verdicts: list[Verdict] = []
-        for tuner in tuners:
-            verdicts = list(tuner.judge(parser, request.commands))
-            if verdicts:
-                break
+        for integration in self.integrations:
+            if hasattr(integration, "tuner") and not verdicts:
+                verdicts = list(integration.tuner().judge(parser, request.commands))
+                verdicts[:1] = [msgspec.structs.replace(v, framework=integration.name) for v in verdicts[:1]]
         write_bytes(Path(request.out), msgspec.json.encode(verdicts))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from prism_plugins.errors import PrismError
@@ -25,7 +27,12 @@ ARGUMENTS = {
 
 def space_of(world: int = 16, chosen=None, **changed):
     return MegatronTuner().space(
-        ARGV, {**ARGUMENTS, **changed}, world_size=world, gpus_per_node=8, chosen=chosen or {}
+        ARGV,
+        {**ARGUMENTS, **changed},
+        world_size=world,
+        gpus_per_node=8,
+        chosen=chosen or {},
+        directory=Path(),
     )
 
 

@@ -1,0 +1,81 @@
+"""Sizes of a Megatron model by formula: FLOPs, traffic, parameters and activations that no run can do without.
+
+Everything here is a lower bound: norms, biases, routers and what only some implementations keep are left out. See
+docs/tuning.md for how bounds are made of it.
+"""
+
+from __future__ import annotations
+
+from prism_plugins.integration.tuning import Arguments
+
+
+class ModelSizes:
+    """Sizes of the model that a launch's arguments describe."""
+
+    def __init__(self, args: Arguments) -> None:
+        self.layers = int(args["num_layers"])
+        self.hidden = int(args["hidden_size"])
+        self.heads = int(args["num_attention_heads"])
+        self.groups = int(args.get("num_query_groups") or 0) if args.get("group_query_attention") else 0
+        self.groups = self.groups or self.heads
+        channels = int(args.get("kv_channels") or self.hidden // self.heads)
+        self.attention = self.heads * channels
+        self.kv = self.groups * channels
+        self.ffn = int(args.get("ffn_hidden_size") or 4 * self.hidden)
+        self.gated = bool(args.get("swiglu"))
+        self.experts = int(args.get("num_experts") or 0)
+        self.top_k = int(args.get("moe_router_topk") or 1) if self.experts else 1
+        if self.experts:
+            self.ffn = int(args.get("moe_ffn_hidden_size") or self.ffn)
+        self.seq = int(args["seq_length"])
+        self.vocab = int(args.get("padded_vocab_size") or args.get("vocab_size") or 0)
+        half = args.get("bf16") or args.get("fp16") or "bf16" not in args
+        self.dtype = "float32" if not half else "float16" if args.get("fp16") else "bfloat16"
+        self.param_bytes = 2 if half else 4
+        self.grad_bytes = 4 if args.get("accumulate_allreduce_grads_in_fp32") else self.param_bytes
+        self.optimizer_bytes = 12 if half else 8
+        if args.get("use_precision_aware_optimizer"):
+            self.optimizer_bytes = 0  # Its states may be as small as one likes.
+        self._latent = bool(args.get("multi_latent_attention"))
+        self._every = args.get("moe_layer_freq", 1) in (None, 1)
+
+    def layer_flops(self, micro_batch: int, *, recomputed: bool) -> float:
+        """Matrix products of a layer, forward and backward, of one micro-batch: 2 FLOPs a multiply-add, backward twice
+        the forward, attention as if causal masks saved half."""
+        tokens = self.seq * micro_batch
+        projections = 0 if self._latent else self.hidden * (2 * self.attention + 2 * self.kv)
+        scores = 0 if self._latent else self.seq * self.attention
+        mlp = (3 if self.gated else 2) * self.hidden * self.ffn * (self.top_k if self._every else 0)
+        forward = 2.0 * tokens * (projections + scores + mlp)
+        return forward * (4 if recomputed else 3)
+
+    def forward_traffic(self, micro_batch: int, *, sp: bool) -> float:
+        """Bytes that the tensor-parallel collectives of a layer's forward bring to a rank, over (tp - 1) / tp: with sequence
+        parallelism two gathers and two reduce-scatters of the activations, without it two all-reduces (of which a switch that
+        reduces moves half of what a ring does). Those of backward can be hidden."""
+        return (4 if sp else 2) * self.seq * micro_batch * self.hidden * self.param_bytes
+
+    def loss_flops(self, micro_batch: int) -> float:
+        """Logits, forward and backward."""
+        return 6.0 * self.seq * micro_batch * self.hidden * self.vocab
+
+    def layer_params(self, tp: int, ep: int) -> float:
+        """Parameters of a layer on a rank, norms, biases and routers left out."""
+        attention = 0 if self._latent else self.hidden * (2 * self.attention + 2 * self.kv)
+        mlp = (3 if self.gated else 2) * self.hidden * self.ffn * (self.experts or 1) / ep
+        return (attention + (mlp if self._every else 0)) / tp
+
+    def embedding_params(self, tp: int) -> float:
+        """Of the embedding, and of the output layer."""
+        return self.hidden * self.vocab / tp
+
+    def kept_bytes(self, micro_batch: int, tp: int, cp: int, sp: bool, *, kind: str) -> float:
+        """Activations of a layer that its backward needs: the inputs of its matrix products, of the activation function and
+        of the attention; of a recomputed layer its input."""
+        tokens, size = self.seq * micro_batch / cp, self.param_bytes
+        spread = tp if sp else 1
+        if kind == "full":
+            return tokens * self.hidden / spread * size
+        wide = (3 if self.gated else 2) * self.ffn * (0 if self.experts else 1)
+        inner = (wide + (0 if self._latent else 2 * self.attention + 2 * self.kv)) / tp
+        return tokens * (inner + 2 * self.hidden / spread) * size
