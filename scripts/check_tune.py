@@ -3,6 +3,7 @@
 
     python scripts/check_tune.py [--out DIR]                            a small GPT on 64 GPUs, all layouts emulated
     python scripts/check_tune.py --megatron PATH/Megatron-LM --large    GPT-3 175B on 1024 H100, timed
+    python scripts/check_tune.py --deepspeed [--emulate 5]              Llama 7B on 64 H100 with DeepSpeed, --emulate best
 
 Prints composed against emulated times and memory, their rank correlation, and whether a bound was above an emulation.
 Exits 1 unless the best is the same, Spearman is at least 0.95 and no bound is above. With --out an earlier start goes on.
@@ -11,6 +12,7 @@ Exits 1 unless the best is the same, Spearman is at least 0.95 and no bound is a
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -35,6 +37,16 @@ LARGE = (
     f"{SIZE_175B} --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 16"
     " --global-batch-size 1536 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 )
+LLAMA_7B = "--layers 32 --hidden 4096 --ffn 11008 --heads 32 --seq 2048 --vocab 32000 --checkpointing"
+DEEPSPEED_SPACE = ("bucket=500000000", "micro_batch=1,2,4,8")
+DEEPSPEED_CONFIG = {
+    "train_batch_size": 512,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "overlap_comm": True},
+}
 _GIB = 2**30
 
 
@@ -47,29 +59,39 @@ def main() -> int:
         "--megatron", type=Path, default=os.environ.get("MEGATRON_LM"), help="Megatron-LM checkout"
     )
     parser.add_argument("--large", action="store_true", help="the 175B search instead")
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds, with --large")
-    parser.add_argument("--emulate", type=int, default=1, help="layouts to emulate in full, with --large")
+    parser.add_argument("--deepspeed", action="store_true", help="the DeepSpeed search instead")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds, with --large or --deepspeed")
+    parser.add_argument("--emulate", type=int, default=1, help="layouts to emulate in full, likewise")
     parser.add_argument("--knob", action="append", default=None, help="another small space, as of prism tune")
     parser.add_argument("--out", default="", help="directory of the search")
     args = parser.parse_args()
     if args.large and args.megatron is None:
         parser.error("--megatron or MEGATRON_LM is needed with --large")
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if args.large:
-        os.environ["PYTHONPATH"] = str(args.megatron)
-        launch = [str(args.megatron / "pretrain_gpt.py"), *COMMON.split(), *LOCAL.split(), *LARGE.split()]
-    else:
-        launch = [str(Path(__file__).with_name("train_gpt_megatron.py")), *SMALL.split()]
-    world = 1024 if args.large else 64
-    job = parse_command([f"--prism-world-size={world}", "--prism-emulate", *launch])
-    assert job is not None
     with tempfile.TemporaryDirectory() as scratch:
+        out = Path(args.out or Path(scratch) / "tune")
+        if args.large:
+            os.environ["PYTHONPATH"] = str(args.megatron)
+            launch = [
+                str(args.megatron / "pretrain_gpt.py"), *COMMON.split(), *LOCAL.split(), *LARGE.split()
+            ]  # fmt: skip
+        elif args.deepspeed:
+            config = out.with_name(f"{out.name}-ds.json")
+            config.write_text(json.dumps(DEEPSPEED_CONFIG))
+            script = Path(__file__).parent / "deepspeed" / "train_llama.py"
+            launch = [str(script), "--deepspeed_config", str(config), *LLAMA_7B.split()]
+        else:
+            launch = [str(Path(__file__).with_name("train_gpt_megatron.py")), *SMALL.split()]
+        job = parse_command([f"--prism-world-size={1024 if args.large else 64}", "--prism-emulate", *launch])
+        assert job is not None
+        given = () if args.large else DEEPSPEED_SPACE if args.deepspeed else SMALL_SPACE
+        some = args.large or args.deepspeed
         settings = Settings(
-            budget_s=args.budget if args.large else float("inf"),
-            chosen={} if args.large else parse_knobs(args.knob or SMALL_SPACE),
+            budget_s=args.budget if some else float("inf"),
+            chosen=parse_knobs(args.knob or given),
             emulations=args.emulate,
-            everything=not args.large,
-            out=args.out or str(Path(scratch) / "tune"),
+            everything=not some,
+            out=str(out),
         )
         result, directory = tune(job, settings)
         report(result, directory)
