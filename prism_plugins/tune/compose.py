@@ -16,7 +16,7 @@ import msgspec
 
 from prism_plugins.costs.base import CostModel
 from prism_plugins.integration.tuning import FULL, Chunk, Shape
-from prism_plugins.program.memory_device import CommunicatorUse, DeviceOverhead
+from prism_plugins.program.memory_device import WORLD_GROUP, CommunicatorUse, DeviceOverhead
 from prism_plugins.program.model import DTYPE_BYTES, CommSignature, MemoryCategory
 from prism_plugins.program.prediction import Breakdown
 from prism_plugins.tune.exposed import NOTHING, Buckets, after_backward, before_forward
@@ -271,7 +271,7 @@ class Composer:
         uses: list[CommunicatorUse] = []
         for use in costs.uses:
             ranks = use.ranks
-            if len(ranks) == costs.probe_world and layout.world_size != costs.probe_world:
+            if use.name == WORLD_GROUP:
                 ranks = tuple(range(layout.world_size))
             elif use.name.startswith("DATA_PARALLEL"):
                 ranks = data
@@ -287,8 +287,9 @@ class Composer:
                     ranks=ring,
                     name="pipeline",
                     collective=False,
-                    near_peers=near,
-                    far_peers=len(neighbours) - near,
+                    near_peers=0 if shape.async_p2p else near,
+                    far_peers=0 if shape.async_p2p else len(neighbours) - near,
+                    pairs=len(neighbours) if shape.async_p2p else 0,
                 )
             )
         return self._overhead.parts(uses, init_communicators=1)

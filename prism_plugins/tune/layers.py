@@ -71,7 +71,6 @@ class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
     uses: tuple[CommunicatorUse, ...]
     """Communicators of the reduced job."""
     nvls: frozenset[str]
-    probe_world: int
     prices: CostModel
     """At the clocks of a job of such layers."""
     overlaps: bool = False
@@ -166,7 +165,6 @@ def measure(
         two=reduced[1],
         uses=communicators(one, gpus_per_domain=gpus_per_domain),
         nvls=nvls,
-        probe_world=facts.layout.world_size,
         prices=costs,
         overlaps=reduces_in_backward(one),
     )
