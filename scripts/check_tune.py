@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Check the layout search against full emulation of every layout of a small space.
+"""Check the layout search against full emulation of the layouts it composed.
 
-    python scripts/check_tune.py [--out DIR]                            a small GPT on 64 GPUs, all layouts emulated
-    python scripts/check_tune.py --megatron PATH/Megatron-LM --large    GPT-3 175B on 1024 H100, timed
-    python scripts/check_tune.py --deepspeed [--emulate 5]              Llama 7B on 64 H100 with DeepSpeed, --emulate best
+    python scripts/check_tune.py [--out DIR]                     a small GPT on 64 H100, all of its 12 layouts emulated
+    python scripts/check_tune.py --case 175b --megatron PATH     GPT-3 175B on 1024 H100, timed
+    python scripts/check_tune.py --case moe --megatron PATH      8x7B experts on 256 H100
+    python scripts/check_tune.py --case long --megatron PATH     8B with sequences of 32k on 64 H100, Transformer Engine
+    python scripts/check_tune.py --case deepspeed                Llama 7B on 64 H100 with DeepSpeed
 
-Prints composed against emulated times and memory, their rank correlation, and whether a bound was above an emulation.
-Exits 1 unless the best is the same, Spearman is at least 0.95 and no bound is above. With --out an earlier start goes on.
+All but the first emulate the best --emulate layouts and the launch's own. Prints composed against emulated times and memory,
+their rank correlation, and whether a bound was above an emulation. Exits 1 unless the best is the same, Spearman is at least
+0.95, no bound is above, and of 175B at least 500 layouts were looked at. With --out an earlier start goes on.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from check_megatron_launches import COMMON, LOCAL, SIZE_175B
+from check_megatron_launches import COMMON, LOCAL, OVERLAP, SIZE_8X7B, SIZE_175B, SIZE_LLAMA3_8B
 
 from prism_plugins.cli_tune import parse_knobs, report, tune
 from prism_plugins.options import parse_command
@@ -32,11 +36,50 @@ SMALL = (
     "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 2048"
     " --vocab-size 50304 --global-batch-size 64 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A launch of ``pretrain_gpt.py``, and the part of its space that is searched."""
+
+    world_size: int
+    args: str
+    knobs: tuple[str, ...] = ()
+
+
+CASES = {
+    "175b": Case(
+        world_size=1024,
+        args=f"{LOCAL} {SIZE_175B} {OVERLAP} --global-batch-size 1536 --tensor-model-parallel-size 8"
+        " --sequence-parallel --pipeline-model-parallel-size 16",
+    ),
+    "moe": Case(
+        world_size=256,
+        args=f"{LOCAL} {SIZE_8X7B} {OVERLAP} --global-batch-size 1024 --tensor-model-parallel-size 4"
+        " --sequence-parallel --pipeline-model-parallel-size 4 --expert-model-parallel-size 8"
+        " --expert-tensor-parallel-size 1",
+        knobs=(
+            "vpp=1,2",
+            "stages=even",
+            "optimizer=distributed+overlap",
+            "recompute=none,full",
+            "sp=true,false",
+        ),
+    ),
+    "long": Case(
+        world_size=64,
+        args=f"{SIZE_LLAMA3_8B} {OVERLAP} --seq-length 32768 --max-position-embeddings 32768"
+        " --global-batch-size 64 --tensor-model-parallel-size 8 --sequence-parallel --context-parallel-size 2",
+        knobs=(
+            "vpp=1",
+            "stages=even",
+            "optimizer=distributed+overlap",
+            "recompute=none,full",
+            "sp=true,false",
+        ),
+    ),
+}
 SMALL_SPACE = ("tp=2,8", "pp=1,4", "vpp=1,2", "micro_batch=1,2", "optimizer=plain", "stages=even")
-LARGE = (
-    f"{SIZE_175B} --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 16"
-    " --global-batch-size 1536 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-)
 LLAMA_7B = "--layers 32 --hidden 4096 --ffn 11008 --heads 32 --seq 2048 --vocab 32000 --checkpointing"
 DEEPSPEED_SPACE = ("bucket=500000000", "micro_batch=1,2,4,8")
 DEEPSPEED_CONFIG = {
@@ -58,47 +101,53 @@ def main() -> int:
     parser.add_argument(
         "--megatron", type=Path, default=os.environ.get("MEGATRON_LM"), help="Megatron-LM checkout"
     )
-    parser.add_argument("--large", action="store_true", help="the 175B search instead")
-    parser.add_argument("--deepspeed", action="store_true", help="the DeepSpeed search instead")
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds, with --large or --deepspeed")
-    parser.add_argument("--emulate", type=int, default=1, help="layouts to emulate in full, likewise")
+    parser.add_argument("--case", choices=("small", *CASES, "deepspeed"), default="small")
+    parser.add_argument("--budget", type=float, default=0.0, help="seconds; 0: none, 300 for 175b")
+    parser.add_argument(
+        "--emulate",
+        type=int,
+        default=1,
+        help="layouts to emulate in full besides the own one (not small: all)",
+    )
     parser.add_argument("--knob", action="append", default=None, help="another small space, as of prism tune")
     parser.add_argument("--out", default="", help="directory of the search")
     args = parser.parse_args()
-    if args.large and args.megatron is None:
-        parser.error("--megatron or MEGATRON_LM is needed with --large")
+    case = CASES.get(args.case)
+    if case is not None and args.megatron is None:
+        parser.error(f"--megatron or MEGATRON_LM is needed for --case {args.case}")
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(args.out or Path(scratch) / "tune")
-        if args.large:
+        if case is not None:
             os.environ["PYTHONPATH"] = str(args.megatron)
-            launch = [
-                str(args.megatron / "pretrain_gpt.py"), *COMMON.split(), *LOCAL.split(), *LARGE.split()
-            ]  # fmt: skip
-        elif args.deepspeed:
+            launch = [str(args.megatron / "pretrain_gpt.py"), *COMMON.split(), *case.args.split()]
+        elif args.case == "deepspeed":
             config = out.with_name(f"{out.name}-ds.json")
             config.write_text(json.dumps(DEEPSPEED_CONFIG))
             script = Path(__file__).parent / "deepspeed" / "train_llama.py"
             launch = [str(script), "--deepspeed_config", str(config), *LLAMA_7B.split()]
         else:
             launch = [str(Path(__file__).with_name("train_gpt_megatron.py")), *SMALL.split()]
-        job = parse_command([f"--prism-world-size={1024 if args.large else 64}", "--prism-emulate", *launch])
+        world = case.world_size if case is not None else 64
+        job = parse_command([f"--prism-world-size={world}", "--prism-emulate", *launch])
         assert job is not None
-        given = () if args.large else DEEPSPEED_SPACE if args.deepspeed else SMALL_SPACE
-        some = args.large or args.deepspeed
+        given = {"small": SMALL_SPACE, "deepspeed": DEEPSPEED_SPACE}.get(
+            args.case, case.knobs if case else ()
+        )
         settings = Settings(
-            budget_s=args.budget if some else float("inf"),
+            budget_s=args.budget or (300.0 if args.case == "175b" else float("inf")),
             chosen=parse_knobs(args.knob or given),
             emulations=args.emulate,
-            everything=not some,
+            everything=args.case == "small",
             out=str(out),
         )
         result, directory = tune(job, settings)
         report(result, directory)
-    return check_large(result) if args.large else check_small(result)
+    wrong = compare(result, least=3 if args.case == "small" else 1)
+    return max(wrong, check_considered(result)) if args.case == "175b" else wrong
 
 
-def check_large(result: TuneResult) -> int:
+def check_considered(result: TuneResult) -> int:
     """At least 500 legal layouts considered inside the budget, none left."""
     legal, left = result.counts.legal, result.counts.left
     print(
@@ -107,9 +156,10 @@ def check_large(result: TuneResult) -> int:
     return int(legal - left < 500)
 
 
-def check_small(result: TuneResult) -> int:
+def compare(result: TuneResult, *, least: int) -> int:
     """Composed against emulated."""
-    both = [c for c in result.candidates if c.emulated and c.composed]
+    found = [*result.candidates, *([result.own] if result.own else [])]
+    both = list({describe(c.knobs): c for c in found if c.emulated and c.composed}.values())
     print("composed ms  emulated ms  error   composed GiB  emulated GiB  error   bound ms  bound GiB  layout")
     above = 0
     for c in both:
@@ -124,16 +174,16 @@ def check_small(result: TuneResult) -> int:
             f"{c.bound_ms:8,.1f}  {c.bound_bytes / _GIB:9.2f}  {describe(c.knobs)}"
             + ("  BOUND ABOVE" if wrong else "")
         )
-    if len(both) < 3:
+    if len(both) < least:
         print("too few layouts were emulated")
         return 1
     composed = np.array([c.composed.iteration_ms for c in both if c.composed])
     emulated = np.array([c.emulated.iteration_ms for c in both if c.emulated])
-    rank = spearman(composed, emulated)
+    rank = spearman(composed, emulated) if len(both) > 2 else 1.0
     best = int(composed.argmin()) == int(emulated.argmin())
     errors = np.abs(composed / emulated - 1)
     print(
-        f"{len(both)} layouts: Spearman {rank:.3f}, best {'the same' if best else 'ANOTHER'}, time off by {errors.mean():.1%} "
+        f"{len(both)} layouts: Spearman {f'{rank:.3f}' if len(both) > 2 else 'of too few'}, best {'the same' if best else 'ANOTHER'}, time off by {errors.mean():.1%} "
         f"(mean), {errors.max():.1%} (most), {above} bounds above"
     )
     return int(rank < 0.95 or not best or above > 0)
