@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 from deepspeed.utils import groups
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from prism_plugins.integrations.deepspeed.layout import make_layout
-from prism_plugins.program.instantiate import fit_group
-from prism_plugins.program.model import GroupInfo
+from prism_plugins.program.instantiate import Instantiator, fit_group
+from prism_plugins.program.model import EVENT_DTYPE, CommSignature, GroupInfo, Program
 
 
 def engine(topology=None, *, tp=1):
@@ -115,3 +122,76 @@ def test_experts_in_a_pipeline(job):
     assert sizes(layout) == {"pp": 2, "ep": 4, "dp": 16}
     assert is_group(layout, range(4))
     assert is_group(layout, range(0, 16, 4))
+
+
+# --- groups of any rank, inferred from another's, are those that DeepSpeed itself makes ---
+
+
+def program_with_groups(rank: int, ranks_of_groups) -> Program:
+    return Program(
+        rank=rank,
+        events=np.zeros(0, EVENT_DTYPE),
+        signatures=[],
+        comms=[
+            CommSignature(kind="all_reduce", group=i, dtype="float32", in_numel=8, out_numel=8)
+            for i in range(len(ranks_of_groups))
+        ],
+        groups=[GroupInfo(ranks=tuple(ranks), name=f"g{i}") for i, ranks in enumerate(ranks_of_groups)],
+        phases=[],
+        initial=[],
+    )
+
+
+def own(lists, rank: int) -> list[tuple[int, ...]]:
+    return [tuple(ranks) for ranks in lists if rank in ranks]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dims=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3)),
+    axes=st.permutations(["pipe", "data", "model"]),
+    data=st.data(),
+)
+def test_groups_of_a_pipeline_are_those_of_the_topology(dims, axes, data):
+    size = dict(zip(("pipe", "data", "model"), dims, strict=True))
+    topology = ProcessTopology(axes=axes, dims=[size[axis] for axis in axes])
+    world = topology.world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "_get_sequence_parallel_world_size", lambda: 1)
+        patch.setattr(groups, "_EXPERT_PARALLEL_GROUP_RANKS", {})
+        layout = make_layout(world, engine(topology))
+    layout.validate()
+    source, target = (data.draw(st.integers(0, world - 1)) for _ in range(2))
+    lists = [topology.get_axis_comm_lists(axis) for axis in axes]
+    # The ranks of one replica (the grid's model-parallel group), and of one stage.
+    lists += [[topology.get_axis_list(a, i) for i in range(size[a])] for a in ("data", "pipe")]
+    groups_of = [(own(each, source), own(each, target)) for each in lists]
+    made = Instantiator(
+        program_with_groups(source, [ranks for mine, _ in groups_of for ranks in mine]), layout
+    ).program_of(target)
+    assert [group.ranks for group in made.groups] == [ranks for _, its in groups_of for ranks in its]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2, 3]),
+    ep=st.sampled_from([1, 2, 4]),
+    edp=st.integers(1, 4),
+    pp=st.sampled_from([1, 2]),
+    data_first=st.booleans(),
+    data=st.data(),
+)
+def test_groups_of_experts_are_those_deepspeed_makes(tp, ep, edp, pp, data_first, data):
+    world = tp * ep * edp * pp
+    expert, expert_data = groups._get_expert_parallel_ranks(world, tp, ep, pp, data_first)
+    topology = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=ep * edp) if pp > 1 else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "_get_sequence_parallel_world_size", lambda: 1)
+        patch.setattr(groups, "_get_model_parallel_world_size", lambda: tp)
+        patch.setattr(groups, "_EXPERT_PARALLEL_GROUP_RANKS", {f"ep_size_{ep}": own(expert, 0)[0]})
+        layout = make_layout(world, engine(topology))
+    layout.validate()
+    source, target = (data.draw(st.integers(0, world - 1)) for _ in range(2))
+    mine = [*own(expert, source), *own(expert_data, source)]
+    made = Instantiator(program_with_groups(source, mine), layout).program_of(target)
+    assert [group.ranks for group in made.groups] == [*own(expert, target), *own(expert_data, target)]
