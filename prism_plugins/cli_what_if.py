@@ -30,6 +30,7 @@ from prism_plugins.program.memory_device import communicators
 from prism_plugins.program.prediction import ClassMemory, Prediction
 from prism_plugins.program.slices import SliceReport
 from prism_plugins.rundir import RunDir
+from prism_plugins.simulate.timeline import Timeline
 
 _DESCRIPTION = """\
 Price a run on another cluster: the same programs of all ranks, other GPUs, links and network; or with faults: slow ranks
@@ -166,7 +167,7 @@ def reprice(rundir: RunDir, then: Prediction, cluster: Cluster) -> Prediction:
             programs=job,
             costs=costs,
             timeline=timeline,
-            memory=_memory(job, reports, then, cluster, costs, nccl),
+            memory=_memory(job, reports, then, cluster, costs, timeline, nccl),
             findings=(*faults, *costs.findings()),
             audit=then.audit,
             assumptions=(_recorded_for(then),),
@@ -184,12 +185,13 @@ def _memory(
     then: Prediction,
     cluster: Cluster,
     costs: CostModel,
+    timeline: Timeline | None,
     nccl: NcclSettings,
 ) -> tuple[ClassMemory, ...]:
     """What torch's allocator holds is as it was; what lies outside it, and the capacity, are the other cluster's."""
     kept = {memory.ranks: memory for memory in then.memory}
     if any(format_ranks(c.ranks) not in kept for c in job.classes):  # by a version with other classes
-        return predict_memory(job, cluster, reports, costs, nccl=nccl)
+        return predict_memory(job, cluster, reports, costs, timeline=timeline, nccl=nccl)
     overhead = device_overhead(cluster, nccl)
     found = []
     for rank_class in job.classes:

@@ -113,7 +113,7 @@ def conduct(job: Job) -> int:
                 progress=progress,
             )
         progress.stage("memory of all ranks")
-        memory = predict_memory(programs, cluster, runner.reports, costs, nccl=nccl)
+        memory = predict_memory(programs, cluster, runner.reports, costs, timeline=timeline, nccl=nccl)
         findings = stages.check(
             programs,
             facts,

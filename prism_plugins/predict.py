@@ -14,9 +14,10 @@ from prism_plugins.costs.nccl.tables import generation as generation_of
 from prism_plugins.emit.ranks import format_ranks, join_ranks
 from prism_plugins.options import Options
 from prism_plugins.program.host_memory import host_memory_findings, host_memory_of_node
-from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.memory import memory_findings, memory_of_classes
 from prism_plugins.program.memory_device import DeviceOverhead
+from prism_plugins.program.memory_release import IssueTimes
 from prism_plugins.program.model import Program
 from prism_plugins.program.prediction import (
     Audit,
@@ -65,9 +66,19 @@ def predict_memory(
     reports: Mapping[int, SliceReport],
     costs: CostModel,
     *,
+    timeline: Timeline | None,
     nccl: NcclSettings | None = None,
 ) -> tuple[ClassMemory, ...]:
     """Memory of every class; that of sliced ones by their slice's own ledger."""
+
+    def times_of(rank_class: RankClass) -> IssueTimes | None:
+        if timeline is None:
+            return None
+        from prism_plugins.simulate.engine import op_times
+
+        times = op_times(programs, costs, timeline, rank_class.exemplar.rank)
+        return IssueTimes(times.host_ns, times.start_ns, times.end_ns)
+
     return memory_of_classes(
         programs.classes,
         ranks=[format_ranks(c.ranks) for c in programs.classes],
@@ -75,6 +86,7 @@ def predict_memory(
         ledgers=reports,
         overhead=device_overhead(cluster, nccl or NcclSettings()),
         nvls_groups=lambda program: nvls_groups(program, costs),
+        times_of=times_of,
     )
 
 

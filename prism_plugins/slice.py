@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from prism_plugins.cache import make_manifest
 from prism_plugins.errors import PrismError
 from prism_plugins.integration import EndOfSlice, Integration
+from prism_plugins.program.allocator_settings import settings_from_environment
 from prism_plugins.program.model import EventKind, Program
 from prism_plugins.program.slices import HostFigures, JobFacts, SliceReport, SliceSpec
 from prism_plugins.rundir import SliceDir, read_json, write_json
@@ -104,7 +105,7 @@ class Slice:
         if spec_on_gpu(self.spec):
             self._save_measured(context)
         kinds = program.events["kind"]
-        for line in device_assumptions(stats):
+        for line in (*device_assumptions(stats), *allocator_assumptions(os.environ)):
             context.assume(line)
         if context.period > 1:
             context.assume(
@@ -127,6 +128,8 @@ class Slice:
                 peak_allocated_bytes=stats.peak_allocated_bytes,
                 peak_reserved_bytes=stats.peak_reserved_bytes,
                 allocated_bytes_end=stats.allocated_bytes,
+                late_peak_active_bytes=stats.late_peak_active_bytes,
+                late_peak_reserved_bytes=stats.late_peak_reserved_bytes,
                 startup=context.recorder.startup.result(recorded.groups),
                 timers=timers_of_events(context.iteration_timers, recorded.events),
                 gradient_buckets=tuple(context.iteration_buckets),
@@ -333,11 +336,17 @@ def load_integrations() -> list[Integration]:
     return [point.load()() for point in sorted(points, key=lambda p: p.name)]
 
 
+def allocator_assumptions(environment: Mapping[str, str]) -> list[str]:
+    """What the ledger does not follow of the allocator's settings, one line."""
+    unknown = settings_from_environment(environment).unknown
+    return (
+        [f"PYTORCH_ALLOC_CONF: {', '.join(unknown)} not followed; memory is the default's"] if unknown else []
+    )
+
+
 def device_assumptions(stats: DeviceStats) -> list[str]:
     """What the virtual device could not do for real, one line each."""
     lines = []
-    if stats.delayed_reuse:
-        lines.append("memory that record_stream would hold back for a while is taken as free at once")
     for names, text in (
         (stats.no_cpu_kernel, "have no CPU kernel: their small results were synthesized"),
         (stats.no_meta_kernel, "have no shape function: taken as keeping the shapes of what they change"),

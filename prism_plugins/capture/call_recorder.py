@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from prism_plugins.capture.startup import StartupLog
 from prism_plugins.program.model import CommSignature, EventFlag, EventKind, GroupInfo, Phase
@@ -37,6 +38,9 @@ class CallRecorder:
             self._add(EventKind.COMM, index, work, EventFlag.ASYNC if is_async else 0)
         elif self._starting:
             self.startup.call(signature)
+
+    def message(self, tensor: Any) -> None:
+        """A send or receive uses this tensor's memory."""
 
     def group_made(self, ranks: tuple[int, ...], desc: str, site: str) -> None:
         """The script made a process group, of which this rank may be a member."""

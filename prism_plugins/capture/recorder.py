@@ -21,6 +21,7 @@ from prism_plugins.program.model import (
     EVENT_DTYPE,
     Allocation,
     CommSignature,
+    EventFlag,
     EventKind,
     GroupInfo,
     MemoryCategory,
@@ -69,8 +70,11 @@ class DeviceStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cache_misses: int
     record_ns_per_op: float
     """Time the recorder takes per op: median of a sample of one op in 64."""
+    late_peak_active_bytes: int
+    """Of the ledger that reuses a block only when the GPU would have come to its release (``csrc/blocks.h``); 0 in a CUDA build."""
+    late_peak_reserved_bytes: int
     delayed_reuse: int
-    """Frees that ``record_stream`` would have delayed on a real GPU; here the block is reused at once."""
+    """Releases of blocks that other streams used: a real GPU reuses them later."""
     synthesized_reads: dict[str, int]
     """Read-backs of values nobody computed, by ``op dtype``."""
     no_cpu_kernel: dict[str, int]
@@ -94,6 +98,7 @@ class Recorder(CallRecorder):
         self._ids: dict[OpSignature, int] = {}
         self._initial: list[Allocation] = []
         self._tags: dict[int, int] = {}
+        self._in_messages: set[int] = set()
 
     @property
     def has_program(self) -> bool:
@@ -104,6 +109,7 @@ class Recorder(CallRecorder):
         """Forget recorded events, remember the live allocations and begin to record."""
         self._initial = self.live_allocations()
         self._tags.clear()
+        self._in_messages.clear()
         self.recording, self._starting = True, False
         self._start()
 
@@ -113,7 +119,7 @@ class Recorder(CallRecorder):
         self.recording = False
         events = np.empty(library.call("num_events"), EVENT_DTYPE)
         library.call("copy_events", events.ctypes.data)
-        self._flag_tagged(events)
+        self._flag_allocations(events)
         return RecordedIteration(
             events=events,
             signatures=self._decode_signatures(),
@@ -182,11 +188,27 @@ class Recorder(CallRecorder):
             if self.recording:
                 self._tags[library.call("allocation_id", storage)] = category_flag(category)
 
-    def _flag_tagged(self, events: np.ndarray) -> None:
-        """What tagged allocations of the iteration are for, in the flags of their ALLOC events."""
-        if self._tags:
+    def message(self, tensor: Tensor) -> None:
+        """Say that a send or receive uses the storage behind a tensor."""
+        if not tensor.is_cuda:
+            return
+        storage = tensor.untyped_storage()._cdata
+        library.call("use_in_message", storage)
+        if self.recording:
+            self._in_messages.add(library.call("allocation_id", storage))
+
+    def _flag_allocations(self, events: np.ndarray) -> None:
+        """What tagged allocations of the iteration are for and who else uses them, in the flags of their ALLOC events."""
+        size = library.call("used_on_other_streams", None, 0)
+        buffer = (ctypes.c_uint32 * size)()
+        library.call("used_on_other_streams", buffer, size)
+        flags = dict(self._tags)
+        for ids, flag in ((buffer, EventFlag.OTHER_STREAM), (self._in_messages, EventFlag.MESSAGE)):
+            for allocation in ids:
+                flags[allocation] = flags.get(allocation, 0) | int(flag)
+        if flags:
             for i in np.flatnonzero(events["kind"] == EventKind.ALLOC).tolist():
-                events["flags"][i] = self._tags.get(int(events["ref"][i]), 0)
+                events["flags"][i] = flags.get(int(events["ref"][i]), 0)
 
     def live_allocations(self) -> list[Allocation]:
         """Device allocations that are live now, in allocation order."""
@@ -203,6 +225,8 @@ class Recorder(CallRecorder):
         buffer = (ctypes.c_int64 * 8)()
         library.call("counters", buffer)
         ops, computed, hits, misses, _, delayed, _, median_ns = buffer
+        late = (ctypes.c_int64 * 2)()
+        library.call("late_peaks", device, late)
         return DeviceStats(
             allocated_bytes=memory["allocated_bytes"]["all"]["current"],
             peak_allocated_bytes=peak_bytes(device, "allocated_bytes"),
@@ -216,6 +240,8 @@ class Recorder(CallRecorder):
             num_cache_hits=hits,
             num_cache_misses=misses,
             record_ns_per_op=float(median_ns),
+            late_peak_active_bytes=late[0],
+            late_peak_reserved_bytes=late[1],
             delayed_reuse=delayed,
             synthesized_reads=_tally(0),
             no_cpu_kernel=_tally(1),

@@ -309,6 +309,7 @@ class VirtualProcessGroup(ObjectCalls):
     def _p2p(self, kind: str, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         work = self._recorder.new_work() if self._coalescing is None else self._coalescing
         count = tensor.numel()
+        self._recorder.message(tensor)
         if kind == "send":
             self._record(kind, tensor.device.type, tensor.dtype, count, 0, work, True, peer=peer)
             finish = self._peers.send(tensor, peer, tag)

@@ -14,8 +14,9 @@ import torch
 
 from prism_plugins.device import library
 from prism_plugins.device.library import call
-from prism_plugins.device.memory import memory_counts, reset_peaks
+from prism_plugins.device.memory import configure_allocator, memory_counts, reset_peaks
 from prism_plugins.device.streams import CUDA_DEVICE_TYPE, CudaEventBase, CudaStreamBase
+from prism_plugins.program.allocator_settings import parse_settings
 from prism_plugins.program.slices import GpuFacts, SliceSpec
 
 CUDA_VERSION = "13.0"
@@ -88,6 +89,12 @@ def bindings(spec: SliceSpec) -> dict[str, Any]:
             )
         call("set_device", device)
 
+    fractions: dict[int, float] = {}
+
+    def set_memory_fraction(fraction: float, device: int) -> None:
+        fractions[device] = fraction
+        call("limit_memory", device, int(fraction * spec.gpu.memory_bytes))
+
     def exchange_device(device: int) -> int:
         previous = call("get_device")
         if device >= 0:
@@ -120,8 +127,9 @@ def bindings(spec: SliceSpec) -> dict[str, Any]:
         "_cuda_get_sync_debug_mode": lambda: 0,
         "_cuda_memoryStats": memory_counts,
         "_cuda_resetAccumulatedMemoryStats": lambda device: call("reset_accumulated_stats", device),
-        "_cuda_setMemoryFraction": lambda fraction, device: None,
-        "_cuda_getMemoryFraction": lambda device: 1.0,
+        "_cuda_setMemoryFraction": set_memory_fraction,
+        "_cuda_getMemoryFraction": lambda device: fractions.get(device, 1.0),
+        "_accelerator_setAllocatorSettings": lambda text: configure_allocator(parse_settings(text)),
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_memorySnapshot": _unsupported("torch.cuda.memory_snapshot"),
         "_cuda_record_memory_history": _unsupported("torch.cuda.memory._record_memory_history"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
 from prism_plugins.device import library
 from prism_plugins.device.build import NVML, RUNTIME, find_torch, library_path, obstacle
+from prism_plugins.device.memory import configure_allocator
 from prism_plugins.errors import PrismError
+from prism_plugins.program.allocator_settings import settings_from_environment
 from prism_plugins.program.slices import SliceSpec
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ def load_device(spec: SliceSpec) -> None:
     """Build (once) and load the backend for the installed torch. Call before ``import torch``.
 
     Raises:
-        PrismError: torch was imported already, is a build that leaves no room for the device, or the backend cannot
+        PrismError: torch was imported already, would refuse its allocator's settings, is a build that leaves no room for the device, or the backend cannot
             be built.
     """
     if "torch" in sys.modules:
@@ -67,6 +70,7 @@ def load_device(spec: SliceSpec) -> None:
             "configure_gpu", spec.gpus_per_node, gpu.memory_bytes, *gpu.capability, gpu.num_sms, gpu.l2_bytes,
             gpu.name.encode(),
         )  # fmt: skip
+    configure_allocator(settings_from_environment(os.environ))
     library.call("register")
 
 

@@ -7,6 +7,7 @@ import ctypes
 import msgspec
 
 from prism_plugins.device import library
+from prism_plugins.program.allocator_settings import ROUNDUP_INTERVALS, UNLIMITED, AllocatorSettings
 
 _STATS = (
     "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes",
@@ -27,14 +28,28 @@ def memory_counts(device: int) -> dict:
     stats["num_alloc_retries"], stats["num_ooms"], stats["num_device_alloc"], stats["num_device_free"] = (
         values
     )
-    # No size is oversize and no stream is synchronised with the allocator's default settings.
-    stats["max_split_size"] = -1
+    stats["max_split_size"] = _max_split_size[0]
+    # Not counted.
     stats["num_sync_all_streams"] = 0
     stats["oversize_allocations"] = dict.fromkeys(_FIELDS, 0)
     stats["oversize_segments"] = dict.fromkeys(_FIELDS, 0)
     return stats
 
 
+def configure_allocator(settings: AllocatorSettings) -> None:
+    """Let the ledger follow these settings; in a CUDA build torch's own allocator reads them itself."""
+    library.call(
+        "configure_allocator",
+        settings.expandable_segments,
+        settings.max_split_size,
+        settings.max_non_split_rounding,
+        settings.garbage_collection_threshold,
+        (ctypes.c_uint64 * ROUNDUP_INTERVALS)(*settings.roundup_divisions),
+    )
+    _max_split_size[0] = settings.max_split_size if settings.max_split_size < UNLIMITED else -1
+
+
+_max_split_size = [-1]
 _BYTES = ("allocated_bytes", "reserved_bytes", "requested_bytes")
 _peaks: dict[tuple[int, str], int] = {}
 """Peaks that the script has reset since :func:`begin_peaks`, by device and statistic."""

@@ -348,6 +348,8 @@ class GpuRecorder(CallRecorder):
             num_cache_hits=0,
             num_cache_misses=0,
             record_ns_per_op=0.0,
+            late_peak_active_bytes=0,
+            late_peak_reserved_bytes=0,
             delayed_reuse=0,
             synthesized_reads={},
             no_cpu_kernel={},

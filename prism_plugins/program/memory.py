@@ -6,8 +6,11 @@ its ALLOC and FREE events. The caching allocator is emulated block by block
 the first one left behind, as a steady iteration does.
 
 Limits: reserved memory in a real job also remembers how the model was built and the first iterations (their
-fragmentation); an emulation from the live allocations alone can be below it. Blocks that ``record_stream`` holds back
-after their release are taken as free.
+fragmentation); an emulation from the live allocations alone can be below it.
+
+Blocks that other streams use are held back after their release for as long as the GPU is behind the host: slices count
+reserved memory also for a GPU that is behind as far as it can be, and the simulated times tell how far it is
+(:mod:`prism_plugins.program.memory_release`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy as np
 from prism_plugins.program.job import RankClass
 from prism_plugins.program.memory_allocator import AllocatorUse, CachingAllocator, block_bytes
 from prism_plugins.program.memory_device import DeviceOverhead, communicators
+from prism_plugins.program.memory_release import IssueTimes, held_back_bytes
 from prism_plugins.program.model import EventKind, MemoryCategory, Phase, Program, category_of_flag
 from prism_plugins.program.prediction import ClassMemory, Finding
 from prism_plugins.program.slices import SliceReport
@@ -50,6 +54,7 @@ def memory_of_classes(
     overhead: DeviceOverhead | None = None,
     init_communicators: int = 1,
     nvls_groups: Callable[[Program], Collection[int]] = lambda _: (),
+    times_of: Callable[[RankClass], IssueTimes | None] = lambda _: None,
 ) -> tuple[ClassMemory, ...]:
     """Memory of the ranks of every class: its exemplar, raised to the largest of its variants.
 
@@ -65,6 +70,7 @@ def memory_of_classes(
         overhead: What CUDA, libraries and NCCL take.
         init_communicators: Communicators that no iteration uses but start-up did (the world group's).
         nvls_groups: Indices of the groups of a program in which a collective takes NVLS.
+        times_of: Simulated times of a class's exemplar; without them no block is held back after its release.
     """
     ledgers = ledgers or {}
     uses = [
@@ -82,9 +88,35 @@ def memory_of_classes(
         if c.exemplar.source != "derived" and c.representative in ledgers
     }
     return tuple(
-        _class_memory(c, text, _corrected(use, missed.get(c.representative, _NOTHING_MISSED)), capacity_bytes)
+        _class_memory(
+            c,
+            text,
+            _corrected(use, missed.get(c.representative, _NOTHING_MISSED)),
+            capacity_bytes,
+            _held_back(c, ledgers.get(c.representative), times_of(c)),
+        )
         for c, text, use in zip(classes, ranks, uses, strict=True)
     )
+
+
+class HeldBack(NamedTuple):
+    """What it costs that blocks are held back after their release, bytes."""
+
+    peak_bytes: int
+    """By how much ``active`` bytes peak above allocated ones."""
+    reserved_bytes: int
+    """By how much more is reserved."""
+
+
+def _held_back(rank_class: RankClass, ledger: SliceReport | None, times: IssueTimes | None) -> HeldBack:
+    """By the simulated times; reserved bytes are between those of the slice's two ledgers, where nothing is held back and
+    where the GPU is behind as far as it can be, as the peaks of what is held back are."""
+    peak = held_back_bytes(rank_class.exemplar, times) if times is not None else 0
+    if not peak or ledger is None:
+        return HeldBack(peak, 0)
+    most = ledger.late_peak_active_bytes - ledger.peak_allocated_bytes
+    more = max(0, ledger.late_peak_reserved_bytes - ledger.peak_reserved_bytes)
+    return HeldBack(peak, round(more * min(1.0, peak / most)) if most > 0 else 0)
 
 
 class _Missed(NamedTuple):
@@ -114,7 +146,9 @@ def _corrected(use: MemoryUse, missed: _Missed) -> MemoryUse:
     )
 
 
-def _class_memory(rank_class: RankClass, ranks: str, use: MemoryUse, capacity_bytes: int) -> ClassMemory:
+def _class_memory(
+    rank_class: RankClass, ranks: str, use: MemoryUse, capacity_bytes: int, held: HeldBack
+) -> ClassMemory:
     """Optimizer shards have nearly equal sizes, and making a variant is dear: the first, the last and the one that is
     known as the heaviest stand for all."""
     keys = sorted(rank_class.variants)
@@ -126,9 +160,10 @@ def _class_memory(rank_class: RankClass, ranks: str, use: MemoryUse, capacity_by
         ranks=ranks,
         name=rank_class.name,
         peak_allocated_bytes=use.peak_allocated_bytes + extra,
-        peak_reserved_bytes=use.peak_reserved_bytes + extra,
+        peak_reserved_bytes=use.peak_reserved_bytes + extra + held.reserved_bytes,
         allocated_bytes_end=use.allocated_bytes_end,
-        device_used_bytes=use.device_used_bytes + extra,
+        device_used_bytes=use.device_used_bytes + extra + held.reserved_bytes,
+        held_back_bytes=held.peak_bytes,
         capacity_bytes=capacity_bytes,
         peak_phase=use.peak_phase,
         by_category=use.by_category,

@@ -1,13 +1,14 @@
 """PyTorch's CUDA caching allocator, block by block, over a sequence of allocations and frees.
 
-Follows ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings: requests are rounded to 512 bytes; up to
+Follows ``c10/cuda/CUDACachingAllocator.cpp``. With its default settings requests are rounded to 512 bytes; up to
 1 MiB they come from 2 MiB segments (small pool), else from segments of 20 MiB, or, from 10 MiB on, of their size
 rounded to 2 MiB; the best fitting free block of the same stream is taken, the lowest address among equals; a block
 is split when the rest is worth keeping (512 bytes in the small pool, more than 1 MiB in the large one); freed
-neighbours merge; segments are never returned.
+neighbours merge; segments are never returned. With ``expandable_segments`` there is one segment a stream and pool, which
+grows at its end by pages of 2 or 20 MiB, and every rest is kept. Other settings: :mod:`.allocator_settings`.
 
-Not modelled: expandable segments, garbage collection, blocks held back by ``record_stream``, retry after an
-out-of-memory error.
+Memory is unlimited here, so nothing is ever given back: garbage collection and retries after an out-of-memory error are the
+slices' ledger's alone (``device/csrc/blocks.cpp``). Blocks held back by ``record_stream``: :mod:`.memory_release`.
 """
 
 from __future__ import annotations
@@ -18,19 +19,36 @@ from bisect import bisect_left, insort
 import msgspec
 import numpy as np
 
+from prism_plugins.program.allocator_settings import ROUNDUP_INTERVALS, UNLIMITED, AllocatorSettings
+
 BLOCK_BYTES = 512
 SMALL_BYTES = 2**20
 SMALL_SEGMENT_BYTES = 2 * 2**20
 LARGE_SEGMENT_BYTES = 20 * 2**20
 MIN_LARGE_BYTES = 10 * 2**20
 ROUND_LARGE_BYTES = 2 * 2**20
+_ADDRESS_SPACE = 2**45
+"""Between the beginnings of expandable segments; ordinary ones lie below."""
 _MAX_CANDIDATES = 64
 """Periods tried at a boundary before it is taken as the start of none."""
 
 
-def block_bytes(requested: np.ndarray) -> np.ndarray:
+_DEFAULTS = AllocatorSettings()
+
+
+def block_bytes(requested: np.ndarray, settings: AllocatorSettings = _DEFAULTS) -> np.ndarray:
     """Requested bytes rounded to blocks; an empty request takes none. Any shape, int64."""
-    return -(-np.asarray(requested, np.int64) // BLOCK_BYTES) * BLOCK_BYTES
+    requested = np.asarray(requested, np.int64)
+    blocks = -(-requested // BLOCK_BYTES) * BLOCK_BYTES
+    if not any(d > 1 for d in settings.roundup_divisions):
+        return blocks
+    exponent = np.floor(np.log2(np.maximum(requested, 1))).astype(np.int64)
+    exponent += (1 << np.minimum(exponent + 1, 62)) <= requested  # log2 of large numbers is not exact
+    exponent -= (1 << exponent) > np.maximum(requested, 1)
+    divisions = np.array(settings.roundup_divisions)[np.clip(exponent - 20, 0, ROUNDUP_INTERVALS - 1)]
+    step = np.maximum((1 << exponent) // np.maximum(divisions, 1), 1)
+    divided = (divisions > 1) & (requested > BLOCK_BYTES * divisions)
+    return np.where(divided, -(-requested // step) * step, blocks)
 
 
 class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +64,12 @@ class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
 class CachingAllocator:
     """The allocator's state. Live blocks are known by the ordinal of their allocation (0, 1, 2, …)."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: AllocatorSettings = _DEFAULTS) -> None:
+        self._settings = settings
+        self._plain = settings.max_split_size == UNLIMITED and not settings.expandable_segments
+        """Whether the loop that only knows the default rules does."""
+        self._end_of: dict[int, int] = {}
+        """Pool → end of what is mapped of its expandable segment."""
         self.allocated = 0
         self.reserved = 0
         self._num_allocations = 0
@@ -130,6 +153,8 @@ class CachingAllocator:
         self, sizes: np.ndarray, targets: np.ndarray, streams: np.ndarray, start: int, stop: int
     ) -> tuple[int, int]:
         """Run steps [start, stop); return the most that was allocated after one of them, and which."""
+        if not self._plain:
+            return self._apply_with_settings(sizes, targets, streams, start, stop)
         live, free_at, free_until, free_lists = self._live, self._free_at, self._free_until, self._free
         allocated, ordinal, peak, peak_index = self.allocated, self._num_allocations, -1, start
         steps = zip(
@@ -184,6 +209,92 @@ class CachingAllocator:
                 free_until[address + size] = address
         self.allocated, self._num_allocations = allocated, ordinal
         return peak, peak_index
+
+    def _apply_with_settings(
+        self, sizes: np.ndarray, targets: np.ndarray, streams: np.ndarray, start: int, stop: int
+    ) -> tuple[int, int]:
+        """The same under settings that change which block is taken or split."""
+        settings = self._settings
+        peak, peak_index = -1, start
+        for index in range(start, stop):
+            size, target = int(sizes[index]), int(targets[index])
+            if size > 0:
+                small = size <= SMALL_BYTES
+                pool = 2 * int(streams[index]) + small
+                address, have = self._take(size, pool)
+                rest = have - size
+                splits = rest >= BLOCK_BYTES
+                if not (small or settings.expandable_segments):
+                    splits = rest > SMALL_BYTES and size < settings.max_split_size
+                if splits:
+                    self._give(address + size, rest, pool)
+                    have = size
+                self._live[self._num_allocations] = (address, have, pool)
+                self._num_allocations += 1
+                self.allocated += have
+                if self.allocated > peak:
+                    peak, peak_index = self.allocated, index
+            elif size == 0:
+                self._num_allocations += 1
+            elif target in self._live:
+                address, size, pool = self._live.pop(target)
+                self.allocated -= size
+                self._give(address, size, pool)
+        return peak, peak_index
+
+    def _take(self, size: int, pool: int) -> tuple[int, int]:
+        """A block for so many bytes, before it is split: (address, bytes)."""
+        settings = self._settings
+        free = self._free.setdefault(pool, [])
+        i = bisect_left(free, (size, 0))
+        # The last block of what is mapped counts as large as the segment can grow: another one goes first.
+        if settings.expandable_segments and i < len(free) - 1 and sum(free[i]) == self._end_of.get(pool):
+            i += 1
+        if i < len(free):
+            have, address = free[i]
+            limit = settings.max_split_size
+            if have < (limit if size < limit else size + settings.max_non_split_rounding):
+                self._remove(address, have, pool)
+                return address, have
+        if settings.expandable_segments:
+            return self._grow(size, pool)
+        have, address = self._segment(size)
+        return address, have
+
+    def _grow(self, size: int, pool: int) -> tuple[int, int]:
+        """Map pages at the end of the pool's segment until its last block has so many bytes."""
+        if pool not in self._end_of:
+            self._end_of[pool] = (len(self._end_of) + 1) * _ADDRESS_SPACE
+        end = self._end_of[pool]
+        address = self._free_until.get(end, end)
+        have = end - address
+        if have:
+            self._remove(address, have, pool)
+        page = SMALL_SEGMENT_BYTES if pool % 2 else LARGE_SEGMENT_BYTES
+        more = -(-(size - have) // page) * page
+        self.reserved += more
+        self._end_of[pool] = end + more
+        return address, have + more
+
+    def _remove(self, address: int, size: int, pool: int) -> None:
+        free = self._free[pool]
+        del free[bisect_left(free, (size, address))]
+        del self._free_at[address], self._free_until[address + size]
+
+    def _give(self, address: int, size: int, pool: int) -> None:
+        """A block is free: merge it with free neighbours."""
+        after = self._free_at.get(address + size, 0)
+        if after:
+            self._remove(address + size, after, pool)
+            size += after
+        before = self._free_until.get(address)
+        if before is not None:
+            have = self._free_at[before]
+            self._remove(before, have, pool)
+            address, size = before, size + have
+        insort(self._free[pool], (size, address))
+        self._free_at[address] = size
+        self._free_until[address + size] = address
 
     def _segment(self, size: int) -> tuple[int, int]:
         if size <= SMALL_BYTES:

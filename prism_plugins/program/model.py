@@ -40,7 +40,7 @@ class EventKind(enum.IntEnum):
     """The host waits for every stream."""
     ALLOC = 8
     """Device memory is requested. ref: allocation id (unique in the slice); value: requested bytes. flags: what it is
-    for, where an integration told (:func:`category_flag`)."""
+    for, where an integration told (:func:`category_flag`), and :attr:`EventFlag.OTHER_STREAM`, :attr:`EventFlag.MESSAGE`."""
     FREE = 9
     """Device memory is released. ref: allocation id."""
     PHASE_BEGIN = 10
@@ -59,6 +59,11 @@ class EventFlag(enum.IntFlag):
     """COMM: the caller got a Work and the issuing stream does not wait yet."""
     SYNTHESIZED = 2
     """STREAM_SYNC: the value read back was synthesized, not computed."""
+    OTHER_STREAM = 64
+    """ALLOC: another stream than the allocation's uses it (``record_stream``, or autograd on a stream of its own), so the
+    caching allocator reuses it only when that stream has come to the release."""
+    MESSAGE = 128
+    """ALLOC: a send or receive uses it; NCCL's stream then counts as such another stream."""
 
 
 EVENT_DTYPE = np.dtype(
@@ -187,7 +192,7 @@ def category_flag(category: MemoryCategory) -> int:
 
 def category_of_flag(flags: int) -> MemoryCategory | None:
     """The category in the ``flags`` of an ALLOC event; None where nobody told."""
-    number = flags >> _CATEGORY_SHIFT
+    number = (flags & ~(EventFlag.OTHER_STREAM | EventFlag.MESSAGE)) >> _CATEGORY_SHIFT
     return _CATEGORIES[number - 1] if number else None
 
 

@@ -23,6 +23,9 @@ class ClassMemory(msgspec.Struct, frozen=True, kw_only=True):
     device_used_bytes: int
     """Reserved plus CUDA context, cuBLAS and NCCL buffers: what nvidia-smi shows."""
     capacity_bytes: int
+    held_back_bytes: int = 0
+    """By how much blocks in use and blocks held back for other streams (``active`` in ``torch.cuda.memory_stats``) peak above
+    ``peak_allocated_bytes``."""
     peak_phase: str
     by_category: dict[str, int]
     """Requested bytes live at the peak, by :class:`MemoryCategory`."""

@@ -23,6 +23,9 @@ class FakeRecorder:
             self.groups.append(info)
         return self.groups.index(info)
 
+    def message(self, tensor) -> None:
+        pass
+
     def new_work(self) -> int:
         self._work += 1
         return self._work

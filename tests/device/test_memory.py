@@ -10,6 +10,8 @@ import torch
 
 from prism_plugins.capture.recorder import get_recorder
 from prism_plugins.device.load import cublas_workspace_bytes
+from prism_plugins.device.memory import configure_allocator
+from prism_plugins.program.allocator_settings import parse_settings
 from prism_plugins.program.model import EventKind, MemoryCategory
 
 DEVICE = "virtual"
@@ -91,6 +93,97 @@ def test_record_stream_is_counted_when_it_would_delay_reuse():
     t.record_stream(torch.cuda.Stream())
     del t
     assert get_recorder().stats().delayed_reuse == before + 1
+
+
+def late_reserved():
+    return get_recorder().stats().late_peak_reserved_bytes
+
+
+def test_the_late_ledger_reuses_a_shared_block_when_the_gpu_has_come_to_its_release():
+    fresh()
+    side, work = torch.cuda.Stream(), byte_tensor(8)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.synchronize()
+        work.add_(1)
+        before, reserved = late_reserved(), torch.cuda.memory_reserved()
+        t = byte_tensor(100 * MIB)
+        t.record_stream(side)
+        del t
+        t = byte_tensor(100 * MIB)
+        assert late_reserved() - before == 200 * MIB  # its reuse waits for the other stream
+        assert torch.cuda.memory_reserved() - reserved == 100 * MIB
+        del t
+        t = byte_tensor(100 * MIB)  # the second one: nobody else used it
+        assert late_reserved() - before == 200 * MIB
+        for _ in range(1022):
+            work.add_(1)
+        u = byte_tensor(100 * MIB)
+        assert late_reserved() - before == 300 * MIB
+        work.add_(1)
+        work.add_(1)  # the 1024th launch after the release: the GPU has started what came after it
+        v = byte_tensor(100 * MIB)
+        assert late_reserved() - before == 300 * MIB
+        t.record_stream(side)
+        del t
+        torch.cuda.synchronize()
+        t = byte_tensor(100 * MIB)  # the host has waited
+        assert late_reserved() - before == 300 * MIB
+        del t, u, v
+
+
+def test_autograd_on_a_stream_of_its_own_shares_gradients():
+    parameter = torch.nn.Parameter(torch.empty(4 * MIB, device="cuda"))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        accumulate = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    before = get_recorder().stats().delayed_reuse
+    (parameter * 2).sum().backward()
+    parameter.grad = None
+    assert get_recorder().stats().delayed_reuse == before + 1
+    del accumulate
+
+
+def configured(conf):
+    configure_allocator(parse_settings(conf))
+
+
+def test_expandable_segments_grow_and_give_pages_back():
+    _, reserved = fresh()
+    try:
+        configured("expandable_segments:True")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            a, b, c = byte_tensor(30 * MIB), byte_tensor(40 * MIB), byte_tensor(30 * MIB)
+            assert torch.cuda.memory_reserved() - reserved == 100 * MIB
+            assert b.data_ptr() == a.data_ptr() + 30 * MIB
+            del b
+            torch.cuda.empty_cache()  # pages 2 and 3 hold parts of a and c; of 30 to 70 MiB only 40 to 60 are whole
+            assert torch.cuda.memory_reserved() - reserved == 80 * MIB
+            b = byte_tensor(40 * MIB)  # the lowest place with room: the gap
+            assert b.data_ptr() == a.data_ptr() + 30 * MIB
+            assert torch.cuda.memory_reserved() - reserved == 100 * MIB
+            del a, b, c
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() == reserved
+    finally:
+        configured("")
+
+
+def test_a_limited_process_collects_old_blocks():
+    _, reserved = fresh()
+    total = torch.cuda.get_device_properties(0).total_memory
+    try:
+        configured("garbage_collection_threshold:0.5")
+        torch.cuda.set_per_process_memory_fraction((reserved + 400 * MIB) / total)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            old = byte_tensor(100 * MIB)
+            del old
+            a, b = byte_tensor(150 * MIB), byte_tensor(120 * MIB)
+            # With 250 MiB it is above the threshold: the free block goes before more is taken.
+            assert torch.cuda.memory_reserved() - reserved == 270 * MIB
+            del a, b
+    finally:
+        configured("")
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
 
 
 def test_peaks_and_statistics():

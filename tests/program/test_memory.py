@@ -15,10 +15,12 @@ from prism_plugins.program.memory import (
     memory_of_program,
 )
 from prism_plugins.program.memory_device import MIB, CommunicatorUse, DeviceOverhead, communicators
+from prism_plugins.program.memory_release import IssueTimes
 from prism_plugins.program.model import (
     EVENT_DTYPE,
     Allocation,
     CommSignature,
+    EventFlag,
     EventKind,
     GroupInfo,
     MemoryCategory,
@@ -304,6 +306,32 @@ def test_the_ledger_of_a_slice_replaces_the_emulation():
     assert memory.peak_allocated_bytes == (33 + 32) * MIB
     assert memory.peak_reserved_bytes == memory.device_used_bytes == (50 + 32) * MIB
     assert memory.allocated_bytes_end == 3 * MIB
+
+
+@pytest.mark.parametrize(
+    ("lag_ns", "held_mib", "reserved_mib"), [(0, 0, 50), (100, 16, 50 + 10), (900, 80, 50 + 20)]
+)
+def test_blocks_that_other_streams_use_are_held_back_by_the_simulated_lag(lag_ns, held_mib, reserved_mib):
+    """Each block of 16 MiB is released when the next one is there; the other stream is ``lag_ns`` behind the host."""
+    steps = [(EventKind.KERNEL, 0, 0)]
+    for ref in range(6):
+        steps += [alloc(ref, 16 * MIB), (EventKind.KERNEL, 0, 0), free(ref)]
+    held = program(steps)
+    held.events["flags"][held.events["kind"] == EventKind.ALLOC] = EventFlag.OTHER_STREAM
+    held.events["stream"][held.events["kind"] == EventKind.KERNEL] = 1
+    host = np.arange(len(steps)) * 40.0
+    times = IssueTimes(host, host, host + lag_ns)
+    # The slice's second ledger: the GPU as far behind as it can be. It held back 32 MiB and reserved 20 MiB more for it.
+    report = SliceReport(
+        rank=0, status="ok", peak_allocated_bytes=16 * MIB, peak_reserved_bytes=50 * MIB,
+        late_peak_active_bytes=48 * MIB, late_peak_reserved_bytes=70 * MIB,
+    )  # fmt: skip
+    (memory,) = memory_of_classes(
+        [rank_class(held)], ranks=["0"], capacity_bytes=GIB, ledgers={0: report}, overhead=NOTHING,
+        times_of=lambda _: times,
+    )  # fmt: skip
+    assert memory.held_back_bytes == held_mib * MIB
+    assert memory.peak_reserved_bytes == memory.device_used_bytes == reserved_mib * MIB
 
 
 def test_derived_classes_inherit_what_emulation_missed_in_their_source():

@@ -20,6 +20,7 @@ struct State {
   uint32_t next_id = 0;
   Allocation* first = nullptr;
   Allocation* last = nullptr;
+  std::vector<uint32_t> used_elsewhere;  // ids
   std::map<std::pair<std::thread::id, uint32_t>, c10::DataPtr> workspaces;  // by cuBLAS handle (thread) and stream
 };
 State& state() {
@@ -36,8 +37,12 @@ void delete_allocation(void* context) {
     (a->next ? a->next->previous : s.last) = a->previous;
     Recorder::get().add(EventKind::kFree, block_stream(a->block), a->id);
   }
-  give_back_block(a->block);
-  if (a->other_stream) counters().delayed_reuse++;
+  if (a->other_stream) {
+    counters().delayed_reuse++;
+    give_back_shared_block(a->block);
+  } else {
+    give_back_block(a->block);
+  }
   if (a->real) std::free(a->ptr);
   delete a;
 }
@@ -106,8 +111,9 @@ c10::Allocator* device_allocator() {
   return a;
 }
 
-Allocation* allocation_of(const c10::StorageImpl* storage) {
-  const c10::DataPtr& p = storage->data_ptr();
+Allocation* allocation_of(const c10::StorageImpl* storage) { return allocation_of(storage->data_ptr()); }
+
+Allocation* allocation_of(const c10::DataPtr& p) {
   return p.get_deleter() == &delete_allocation ? static_cast<Allocation*>(p.get_context()) : nullptr;
 }
 
@@ -132,6 +138,34 @@ void free_workspaces() {
     std::lock_guard<std::mutex> guard(s.mutex);
     dead.swap(s.workspaces);
   }
+}
+
+void use_on_stream(Allocation* a, c10::Stream stream) {
+  if (stream_number(stream) == block_stream(a->block)) return;
+  {
+    auto& s = state();
+    std::lock_guard<std::mutex> guard(s.mutex);
+    a->other_stream = true;
+    if (Recorder::get().on()) s.used_elsewhere.push_back(a->id);
+  }
+  use_block_on(a->block, stream);
+}
+
+void use_in_message(Allocation* a) {
+  std::lock_guard<std::mutex> guard(state().mutex);
+  a->other_stream = true;
+}
+
+std::vector<uint32_t> used_on_other_streams() {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  return s.used_elsewhere;
+}
+
+void forget_uses() {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  s.used_elsewhere.clear();
 }
 
 std::vector<LiveAllocation> live_allocations() {

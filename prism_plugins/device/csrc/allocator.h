@@ -2,6 +2,7 @@
 #pragma once
 #include <c10/core/Allocator.h>
 #include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
 
 #include <atomic>
 #include <cstdint>
@@ -22,7 +23,7 @@ struct Allocation {
   std::atomic<bool> synthesized{false};  // shape-only, or computed from shape-only values
   uint8_t category;            // index into kCategories
   uint8_t device;
-  bool other_stream = false;   // record_stream named a stream other than the block's
+  bool other_stream = false;   // a stream other than the block's uses it (record_stream)
   Block* block;
   Allocation* previous = nullptr;
   Allocation* next = nullptr;
@@ -37,6 +38,7 @@ c10::Allocator* device_allocator();
 
 // The allocation of a storage, or nullptr when it is not ours (CPU, zero bytes).
 Allocation* allocation_of(const c10::StorageImpl* storage);
+Allocation* allocation_of(const c10::DataPtr& p);
 
 // Memory the libraries under torch take: charged to the ledger, never freed unless asked to.
 void allocate_workspace(size_t nbytes);
@@ -49,5 +51,14 @@ struct LiveAllocation {
 };
 // In allocation order, all devices.
 std::vector<LiveAllocation> live_allocations();
+
+// A stream uses the allocation: what record_stream and autograd's engine tell the caching allocator. Where it is not the
+// block's own, the block's reuse waits for that stream.
+void use_on_stream(Allocation* a, c10::Stream stream);
+// A send or receive uses it, on NCCL's stream.
+void use_in_message(Allocation* a);
+// Ids of the allocations of which that was said since the recording began.
+std::vector<uint32_t> used_on_other_streams();
+void forget_uses();
 
 }  // namespace prism

@@ -1,6 +1,7 @@
 // What CUDA events and synchronisation put into the recording.
 #include <atomic>
 
+#include "blocks.h"
 #include "recorder.h"
 #include "streams.h"
 
@@ -27,13 +28,18 @@ void wait_event(const DeviceEvent& event, uint32_t stream) {
 }
 
 void synchronize_event(const DeviceEvent& event) {
+  host_has_waited();
   if (pending(event)) Recorder::get().add(EventKind::kEventSync, 0, event.id);
 }
 
 void synchronize_stream(uint32_t stream, bool synthesized) {
+  host_has_waited();
   Recorder::get().add(EventKind::kStreamSync, stream, 0, 0, synthesized ? kFlagSynthesized : 0);
 }
 
-void synchronize_device() { Recorder::get().add(EventKind::kDeviceSync, 0, 0); }
+void synchronize_device() {
+  host_has_waited();
+  Recorder::get().add(EventKind::kDeviceSync, 0, 0);
+}
 
 }  // namespace prism

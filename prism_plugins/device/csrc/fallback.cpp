@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "attention.h"
+#include "blocks.h"
 #include "config.h"
 #include "generator.h"
 #include "masks.h"
@@ -116,6 +117,7 @@ void add_op_event(uint32_t signature, OpPlace place) {
 
 void count_op(const OpPlan& plan) {
   counters().ops++;
+  count_launch();
   if (plan.gemm) allocate_workspace(config().cublas_workspace_bytes);
 }
 

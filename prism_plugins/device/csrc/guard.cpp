@@ -78,7 +78,9 @@ struct VirtualGuard final : c10::impl::DeviceGuardImplInterface {
     return static_cast<double>(static_cast<DeviceEvent*>(to)->time_ns - static_cast<DeviceEvent*>(from)->time_ns) *
            1e-6;
   }
-  void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr& p, const Stream& s) const override {
+    if (auto* a = allocation_of(p)) use_on_stream(a, s);
+  }
 };
 
 C10_REGISTER_GUARD_IMPL(CUDA, VirtualGuard)

@@ -95,10 +95,7 @@ Tensor& set_nothing(Tensor& self) {
 }
 
 void record_stream(Tensor& self, c10::Stream stream) {
-  auto* a = allocation_of(self);
-  if (!a || stream_number(stream) == current_stream(stream.device_index())) return;
-  a->other_stream = true;
-  use_block_on(a->block, stream);
+  if (auto* a = allocation_of(self)) use_on_stream(a, stream);
 }
 
 // ---------------------------------------------------------------- copies
@@ -124,6 +121,7 @@ void copy_values(const Tensor& to, const Tensor& from) {
 void launch_copy(const Tensor& to, const Tensor& from, bool non_blocking, OpPlace place) {
   IValue args[] = {to, from, non_blocking};
   counters().ops++;
+  count_launch();
   record_kernel(copy_plan(), args, to, place);
 }
 

@@ -55,10 +55,14 @@ uint32_t prism_exchange_stream(int device, uint32_t stream) { return exchange_st
 uint32_t prism_external_stream(uint64_t pointer) { return external_stream(pointer); }
 
 // Recorder.
-void prism_start() { Recorder::get().start(); }
+void prism_start() {
+  forget_uses();
+  Recorder::get().start();
+}
 void prism_stop() { Recorder::get().stop(); }
 int prism_recording() { return Recorder::get().on(); }
 void prism_add_event(int kind, uint32_t ref, int64_t value, int flags) {
+  if (kind == static_cast<int>(EventKind::kKernel) || kind == static_cast<int>(EventKind::kComm)) count_launch();
   Recorder::get().add(static_cast<EventKind>(kind), current_stream(current_device()), ref, value,
                       static_cast<uint8_t>(flags));
 }
@@ -86,6 +90,22 @@ void prism_device_stats(int device, int64_t* out) {
       for (int64_t v : {pool.current, pool.peak, pool.allocated, pool.freed}) *out++ = v;
   for (int64_t v : {s.num_alloc_retries, s.num_ooms, s.num_device_alloc, s.num_device_free}) *out++ = v;
 }
+// The late ledger's peaks: active bytes, reserved bytes. 0, 0 where there is none.
+void prism_late_peaks(int device, int64_t* out) {
+  auto s = late_stats(device);
+  out[0] = s.stats[kActiveBytes][0].peak;
+  out[1] = s.stats[kReservedBytes][0].peak;
+}
+void prism_limit_memory(int device, int64_t bytes) { limit_memory(device, bytes); }
+void prism_configure_allocator(int expandable_segments, size_t max_split_size, size_t max_non_split_rounding,
+                               double garbage_collection_threshold, const uint64_t* roundup_divisions) {
+  auto& s = allocator_settings();
+  s.expandable_segments = expandable_segments != 0;
+  s.max_split_size = max_split_size;
+  s.max_non_split_rounding = max_non_split_rounding;
+  s.garbage_collection_threshold = garbage_collection_threshold;
+  std::copy_n(roundup_divisions, kRoundupIntervals, s.roundup_divisions.begin());
+}
 // Rows of (id, category, bytes); returns how many there are.
 size_t prism_live_allocations(int64_t* out, size_t capacity) {
   auto live = live_allocations();
@@ -95,6 +115,13 @@ size_t prism_live_allocations(int64_t* out, size_t capacity) {
     out[3 * i + 2] = live[i].nbytes;
   }
   return live.size();
+}
+
+// Ids of allocations that other streams than their block's used; returns how many there are.
+size_t prism_used_on_other_streams(uint32_t* out, size_t capacity) {
+  auto ids = used_on_other_streams();
+  std::copy_n(ids.begin(), std::min(capacity, ids.size()), out);
+  return ids.size();
 }
 
 // pageable, its peak, pinned, its peak, page-locked, peak of all, untouched, its peak.
@@ -124,6 +151,10 @@ void prism_set_synthesized(const void* storage, int synthesized) {
 }
 void prism_set_category(const void* storage, int category) {
   if (auto* a = allocation_behind(storage)) a->category = static_cast<uint8_t>(category);
+}
+
+void prism_use_in_message(const void* storage) {
+  if (auto* a = allocation_behind(storage)) use_in_message(a);
 }
 
 // UntypedStorage.resize_, which CPU builds refuse for CUDA storages.

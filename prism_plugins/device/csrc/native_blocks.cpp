@@ -54,6 +54,11 @@ void give_back_block(Block* block) {
   delete block;
 }
 
+void give_back_shared_block(Block* block) { give_back_block(block); }
+void count_launch() {}
+void host_has_waited() {}
+DeviceStats late_stats(int) { return {}; }
+
 uintptr_t block_address(const Block* block) { return reinterpret_cast<uintptr_t>(block->memory.get()); }
 uint32_t block_stream(const Block* block) { return block->stream; }
 
@@ -65,6 +70,13 @@ void use_block_on(Block* block, c10::Stream stream) {
 void empty_cache() {
   Unheard unheard;
   g_allocator->emptyCache();
+}
+
+void limit_memory(int, int64_t) {}  // torch's own
+
+AllocatorSettings& allocator_settings() {
+  static auto* s = new AllocatorSettings();  // not read: torch's allocator has its own
+  return *s;
 }
 
 DeviceStats device_stats(int device) {
