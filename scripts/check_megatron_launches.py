@@ -91,6 +91,10 @@ CASES = {
         " --expert-model-parallel-size 8 --global-batch-size 256 --use-distributed-optimizer",
     ),
     "7b-8192": Case(world_size=8192, args=f"{SIZE_7B} {TP8_PP4} --global-batch-size 2048"),
+    "7b-65536": Case(
+        world_size=65536,
+        args=f"{SIZE_7B} {TP8_PP4} --global-batch-size 16384 --use-distributed-optimizer",
+    ),
     "7b-uneven": Case(
         world_size=64,
         args=f"{SIZE_7B} {TP8_PP4} --global-batch-size 16 --decoder-first-pipeline-num-layers 5",
