@@ -8,6 +8,7 @@ import msgspec
 
 from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.cluster import Cluster
+from prism_plugins.costs.communicator_init import communicator_start
 from prism_plugins.costs.nccl.settings import NcclSettings
 from prism_plugins.costs.nccl.tables import NVLS_CHANNELS, P2P_CHANNELS
 from prism_plugins.costs.nccl.tables import generation as generation_of
@@ -16,7 +17,7 @@ from prism_plugins.options import Options
 from prism_plugins.program.host_memory import host_memory_findings, host_memory_of_node
 from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.memory import memory_findings, memory_of_classes
-from prism_plugins.program.memory_device import DeviceOverhead
+from prism_plugins.program.memory_device import DeviceOverhead, communicators
 from prism_plugins.program.memory_release import IssueTimes
 from prism_plugins.program.model import Program
 from prism_plugins.program.prediction import (
@@ -24,6 +25,7 @@ from prism_plugins.program.prediction import (
     Breakdown,
     ClassMemory,
     ClassSummary,
+    CommunicatorStart,
     Finding,
     Prediction,
     SliceSummary,
@@ -90,6 +92,19 @@ def predict_memory(
     )
 
 
+def communicator_start_of(
+    classes: Sequence[RankClass], cluster: Cluster, memory: Sequence[ClassMemory]
+) -> CommunicatorStart | None:
+    """The class that takes longest to open its communicators; of equal ones the first."""
+    starts = []
+    for rank_class, held in zip(classes, memory, strict=True):
+        uses = communicators(rank_class.exemplar, gpus_per_domain=cluster.gpus_per_domain)
+        nbytes = sum(size for name, size in held.outside_torch.items() if name.startswith("nccl"))
+        if uses:
+            starts.append(communicator_start(uses, num_bytes=nbytes, ranks=held.ranks))
+    return max(starts, key=lambda start: start.init_seconds, default=None)
+
+
 def device_overhead(cluster: Cluster, nccl: NcclSettings) -> DeviceOverhead:
     """Memory outside torch's allocator on this cluster."""
     generation = generation_of(cluster.gpu.capability)
@@ -145,6 +160,7 @@ def predict(evidence: Evidence) -> Prediction:
         breakdown_ms=timeline.breakdown[timeline.slowest_class] if timeline is not None else _NO_TIME,
         slowest_rank=timeline.slowest_rank if timeline is not None else -1,
         memory=evidence.memory,
+        communicators=communicator_start_of(evidence.programs.classes, evidence.cluster, evidence.memory),
         host_memory=host,
         slices=tuple(_slice(rank, report) for rank, report in sorted(evidence.reports.items())),
         classes=_classes(evidence),

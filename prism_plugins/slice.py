@@ -21,7 +21,7 @@ import numpy as np
 from prism_plugins.cache import make_manifest
 from prism_plugins.errors import PrismError
 from prism_plugins.integration import EndOfSlice, Integration
-from prism_plugins.program.allocator_settings import settings_from_environment
+from prism_plugins.program.allocator_settings import conf_of, settings_from_environment
 from prism_plugins.program.model import EventKind, Program
 from prism_plugins.program.slices import HostFigures, JobFacts, SliceReport, SliceSpec
 from prism_plugins.rundir import SliceDir, read_json, write_json
@@ -130,6 +130,7 @@ class Slice:
                 allocated_bytes_end=stats.allocated_bytes,
                 late_peak_active_bytes=stats.late_peak_active_bytes,
                 late_peak_reserved_bytes=stats.late_peak_reserved_bytes,
+                allocator_conf=conf_of(os.environ),
                 startup=context.recorder.startup.result(recorded.groups),
                 timers=timers_of_events(context.iteration_timers, recorded.events),
                 gradient_buckets=tuple(context.iteration_buckets),

@@ -66,7 +66,8 @@ def emulate(job: Job, *, megatron: Path, out: Path) -> dict:
         *("--prism-emulate", "--prism-world-size", str(job.num_gpus), "--prism-cluster", "dgx-h200"),
         *("--prism-out", str(out)),
     ]
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    # The measured jobs had no Transformer Engine; one that was set up here would be used by Megatron.
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PRISM_TE": "none"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(

@@ -12,7 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from prism_plugins.emit.ranks import shorten_ranks
-from prism_plugins.program.prediction import ClassMemory, Finding, HostMemory, Prediction
+from prism_plugins.program.prediction import (
+    ClassMemory,
+    CommunicatorStart,
+    Finding,
+    HostMemory,
+    Prediction,
+)
 from prism_plugins.streams import PipeConsole
 
 WIDTH_WITHOUT_TERMINAL = 110
@@ -253,7 +259,18 @@ def _memory(p: Prediction) -> RenderableType:
     table.add_row("capacity", gib(worst.capacity_bytes), "▁" * _BAR_CELLS)
     where = f", peak in {worst.peak_phase}" if worst.peak_phase else ""
     head = Text(f"of {worst.name}, ranks {shorten_ranks(worst.ranks)}{where}")
-    return Group(head, table, Text(_spread(p.memory)))
+    notes = [Text(_spread(p.memory)), *([_communicators(p.communicators)] if p.communicators else [])]
+    return Group(head, table, *notes)
+
+
+def _communicators(start: CommunicatorStart) -> Text:
+    """Number of communicators, their memory, and how long they take to open."""
+    what = _count(start.count, "NCCL communicator", "NCCL communicators")
+    missing = f", {start.not_priced} of them not priced" if start.not_priced else ""
+    return Text(
+        f"{what} a rank, {gib(start.memory_bytes)}, opened in about {start.init_seconds:.1f} s before or in the first "
+        f"iteration (ranks {shorten_ranks(start.ranks)}; order of magnitude{missing})"
+    )
 
 
 def _outside_torch(memory: ClassMemory) -> list[tuple[str, int]]:

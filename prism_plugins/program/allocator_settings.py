@@ -41,12 +41,14 @@ class AllocatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Keys that this does not follow, in the order of the variable."""
 
 
+def conf_of(environment: Mapping[str, str]) -> str:
+    """What a launch sets, as text."""
+    return next((environment[v] for v in _VARIABLES if environment.get(v)), "")
+
+
 def settings_from_environment(environment: Mapping[str, str]) -> AllocatorSettings:
     """The settings of a launch. Raises :class:`PrismError` as :func:`parse_settings` does."""
-    for variable in _VARIABLES:
-        if environment.get(variable):
-            return parse_settings(environment[variable])
-    return AllocatorSettings()
+    return parse_settings(conf_of(environment))
 
 
 def parse_settings(text: str) -> AllocatorSettings:

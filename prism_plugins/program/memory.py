@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from prism_plugins.program.allocator_settings import AllocatorSettings, parse_settings
 from prism_plugins.program.job import RankClass
 from prism_plugins.program.memory_allocator import AllocatorUse, CachingAllocator, block_bytes
 from prism_plugins.program.memory_device import DeviceOverhead, communicators
@@ -79,6 +80,7 @@ def memory_of_classes(
             overhead=overhead,
             init_communicators=init_communicators,
             nvls_groups=nvls_groups(c.exemplar),
+            settings=_settings(ledgers.get(c.representative)),
         )
         for c in classes
     ]
@@ -97,6 +99,10 @@ def memory_of_classes(
         )
         for c, text, use in zip(classes, ranks, uses, strict=True)
     )
+
+
+def _settings(ledger: SliceReport | None) -> AllocatorSettings:
+    return parse_settings(ledger.allocator_conf) if ledger is not None else AllocatorSettings()
 
 
 class HeldBack(NamedTuple):
@@ -177,12 +183,13 @@ def memory_of_program(
     overhead: DeviceOverhead | None = None,
     init_communicators: int = 1,
     nvls_groups: Collection[int] = (),
+    settings: AllocatorSettings | None = None,
     passes: int = 2,
 ) -> MemoryUse:
     """Memory of one program over a steady iteration: the last of ``passes`` in a row, starting from an allocator
     that holds the initial allocations and nothing else. See :func:`memory_of_classes` for the other arguments."""
     overhead = overhead or DeviceOverhead()
-    rows, steady = _emulate(program, passes=passes)
+    rows, steady = _emulate(program, passes=passes, settings=settings or AllocatorSettings())
     peak_row = int(rows[steady.peak_index]) if len(rows) else -1
     uses = communicators(program, gpus_per_domain=overhead.gpus_per_domain, nvls_groups=nvls_groups)
     outside = overhead.parts(uses, init_communicators=init_communicators)
@@ -324,14 +331,16 @@ def _knob(memory: ClassMemory) -> str:
     return f"; most of it are {largest.replace('_', ' ')}: {knob}" if knob else ""
 
 
-def _emulate(program: Program, *, passes: int) -> tuple[np.ndarray, AllocatorUse]:
+def _emulate(
+    program: Program, *, passes: int, settings: AllocatorSettings
+) -> tuple[np.ndarray, AllocatorUse]:
     """Rows of the ALLOC and FREE events, and what the allocator did over them in the last pass."""
     events = program.events
     ids, requested = _requests(program)
     num_initial = len(program.initial)
     rows = np.flatnonzero((events["kind"] == EventKind.ALLOC) | (events["kind"] == EventKind.FREE))
     is_alloc = events["kind"][rows] == EventKind.ALLOC
-    blocks = block_bytes(requested)
+    blocks = block_bytes(requested, settings)
     sizes = np.full(len(rows), -1, np.int64)
     sizes[is_alloc] = blocks[num_initial:]
     targets = np.full(len(rows), -1, np.int64)
@@ -340,7 +349,7 @@ def _emulate(program: Program, *, passes: int) -> tuple[np.ndarray, AllocatorUse
     begins = np.flatnonzero(events["kind"] == EventKind.PHASE_BEGIN)
     boundaries = np.unique(np.searchsorted(rows, begins))
 
-    allocator = CachingAllocator()
+    allocator = CachingAllocator(settings)
     initial = blocks[:num_initial]
     use = allocator.run(initial, np.full(num_initial, -1), np.zeros(num_initial, np.int64))
     renewed_by = _renewals(blocks, targets[~is_alloc], num_initial)

@@ -34,6 +34,19 @@ class ClassMemory(msgspec.Struct, frozen=True, kw_only=True):
     ``nccl <group>`` for each communicator. With ``peak_reserved_bytes`` they sum to ``device_used_bytes``."""
 
 
+class CommunicatorStart(msgspec.Struct, frozen=True, kw_only=True):
+    """NCCL communicators that a rank opens for its iterations: of the class that takes longest for it."""
+
+    ranks: str
+    count: int
+    memory_bytes: int
+    """Outside torch's allocator."""
+    init_seconds: float
+    """Estimated from measured and published figures: an order of magnitude (``costs/communicator_init.py``)."""
+    not_priced: int
+    """Communicators of sizes for which no figure is known; not part of ``init_seconds``."""
+
+
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory of the large tensors of one node's ranks, bytes: the node with most. What else its processes hold
     (libraries, data sets, small tensors) comes on top."""
@@ -165,6 +178,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     breakdown_ms: Breakdown
     slowest_rank: int
     memory: tuple[ClassMemory, ...]
+    communicators: CommunicatorStart | None = None
+    """None when no rank communicates."""
     host_memory: HostMemory | None = None
     """None when no rank has large host tensors."""
     slices: tuple[SliceSummary, ...]

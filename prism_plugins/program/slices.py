@@ -242,6 +242,8 @@ class SliceReport(msgspec.Struct, kw_only=True):
     """The same of a second ledger, in which the GPU is behind the host by all the launches its queue holds, so that blocks which
     other streams use count for so much longer; 0 where there is none (a real GPU, a CUDA build of torch)."""
     late_peak_reserved_bytes: int = 0
+    allocator_conf: str = ""
+    """``PYTORCH_ALLOC_CONF`` as the slice had it."""
     host_pageable_bytes: int = 0
     """Peak of large host tensors over the steady iteration, pinned ones apart."""
     host_pinned_bytes: int = 0
