@@ -30,7 +30,7 @@ from prism_plugins.program.late import (
     likeness_of,
 )
 from prism_plugins.program.model import EVENT_DTYPE, EventKind, Phase, Program
-from prism_plugins.program.schedule import describe, missing_for
+from prism_plugins.program.schedule import describe, missing_for, parts_of
 from prism_plugins.program.segments import (
     Segments,
     Timetable,
@@ -184,7 +184,7 @@ class CapturedStage:
     def derive(self, schedule: Sequence[Phase]) -> Program:
         """The program of a stage with another schedule. Groups, peers and rank stay those of the captured program:
         :class:`.instantiate.Instantiator` moves them. Raises :class:`CannotDeriveError`."""
-        missing = missing_for(self._schedule, schedule)
+        missing = missing_for(parts_of(self._schedule), parts_of(schedule))
         if missing:
             raise CannotDeriveError(f"the captured stage has no {missing}")
         program = self._segments.program

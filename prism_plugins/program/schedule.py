@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from prism_plugins.program.model import Phase
 
@@ -45,16 +46,32 @@ def is_bound(phase: Phase) -> bool:
     return phase.microbatch >= 0
 
 
-def missing_for(captured: Sequence[Phase], target: Sequence[Phase]) -> str:
+class ScheduleParts(NamedTuple):
+    """What a schedule is made of, in the order in which it first has each."""
+
+    phases: dict[Phase, PhaseClass]
+    unbound: frozenset[PhaseClass]
+    """Classes of the phases that stand for all of their class."""
+    gaps: dict[tuple[PhaseClass, PhaseClass], None]
+
+
+def parts_of(schedule: Sequence[Phase]) -> ScheduleParts:
+    """Once per schedule, for many :func:`missing_for`."""
+    phases = {phase: phase_class(phase) for phase in schedule}
+    return ScheduleParts(
+        phases=phases,
+        unbound=frozenset(cls for phase, cls in phases.items() if not is_bound(phase)),
+        gaps=dict.fromkeys(gap_classes(schedule)),
+    )
+
+
+def missing_for(captured: ScheduleParts, target: ScheduleParts) -> str:
     """What ``target`` needs that ``captured`` does not have, in words; empty when it can be built."""
-    have = set(captured)
-    have_classes = {phase_class(p) for p in captured if not is_bound(p)}
-    for phase in target:
-        if phase not in have and (is_bound(phase) or phase_class(phase) not in have_classes):
+    for phase, cls in target.phases.items():
+        if phase not in captured.phases and (is_bound(phase) or cls not in captured.unbound):
             return f"phase {describe(phase)}"
-    have_gaps = set(gap_classes(captured))
-    for before, after in gap_classes(target):
-        if (before, after) not in have_gaps:
+    for before, after in target.gaps:
+        if (before, after) not in captured.gaps:
             return f"the step from {before[0] or 'the start'} to {after[0] or 'the end'}"
     return ""
 

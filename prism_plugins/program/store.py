@@ -215,6 +215,8 @@ def _check_allocations(program: Program, require) -> None:
         not allocs.any() or int(program.events["value"][allocs].min()) >= 0,
         "an allocation has a negative size",
     )
-    require(len(np.unique(made)) == len(made), "an allocation id is used twice")
-    require(len(np.unique(freed)) == len(freed), "an allocation is freed twice")
-    require(bool(np.isin(freed, made).all()), "an allocation is freed that was never made")
+    made, freed = np.sort(made), np.sort(freed)
+    require(not (made[1:] == made[:-1]).any(), "an allocation id is used twice")
+    require(not (freed[1:] == freed[:-1]).any(), "an allocation is freed twice")
+    known = made[np.minimum(np.searchsorted(made, freed), len(made) - 1)] if len(made) else freed - 1
+    require(bool((known == freed).all()), "an allocation is freed that was never made")

@@ -13,7 +13,7 @@ from collections.abc import Collection
 import msgspec
 import numpy as np
 
-from prism_plugins.program.schedule import missing_for
+from prism_plugins.program.schedule import missing_for, parts_of
 from prism_plugins.program.slices import JobFacts, StageInfo
 from prism_plugins.world.layout import Layout
 
@@ -123,14 +123,12 @@ def captured_stages(stages: tuple[StageInfo, ...]) -> list[int]:
     for stage in range(1, len(stages) - 1):
         middle.setdefault(stages[stage].fingerprint, []).append(stage)
     for members in middle.values():
+        parts = {stage: parts_of(stages[stage].schedule) for stage in members}
         serves = {
             stage: {
                 other
                 for other in members
-                if other == stage
-                or (
-                    stages[stage].schedule and not missing_for(stages[stage].schedule, stages[other].schedule)
-                )
+                if other == stage or (stages[stage].schedule and not missing_for(parts[stage], parts[other]))
             }
             for stage in members
         }

@@ -10,7 +10,7 @@ from prism_plugins.program.compare import compare_programs
 from prism_plugins.program.derive import CapturedStage, derive_stage
 from prism_plugins.program.instantiate import Instantiator
 from prism_plugins.program.model import EVENT_DTYPE, EventKind
-from prism_plugins.program.schedule import missing_for
+from prism_plugins.program.schedule import missing_for, parts_of
 from prism_plugins.program.slices import StageInfo
 from prism_plugins.world.classes import captured_stages
 from prism_plugins.world.layout import Layout
@@ -107,7 +107,7 @@ def test_the_model_runs_the_published_schedules():
 
 def test_a_phase_that_was_not_captured_is_named():
     short, long = (schedule_of(make_program(stage=s, num_stages=8, num_microbatches=3)) for s in (1, 6))
-    assert "send_forward_recv_backward" in missing_for(short, long)
+    assert "send_forward_recv_backward" in missing_for(parts_of(short), parts_of(long))
     program = make_program(stage=1, num_stages=8, num_microbatches=3)
     with pytest.raises(CannotDeriveError, match="send_forward_recv_backward"):
         derive_stage(program, captured=short, target=long)
