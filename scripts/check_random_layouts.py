@@ -133,8 +133,10 @@ def _megatron_lm(rng: random.Random, *, te: bool) -> Job:
         )
         job.add("--moe-token-dispatcher-type", rng.choice(("alltoall", "alltoall", "allgather")))
         job.add("--moe-aux-loss-coeff", "1e-2")
-        if tp > 1 and rng.random() < 0.4:
+        if tp > 1 and rng.random() < 0.3:
             job.add("--expert-tensor-parallel-size", 1)
+        elif rng.random() < 0.5:
+            job.add("--prism-moe-load", "zipf:1.2")
     if rng.random() < 0.25:
         job.add("--use-tp-pp-dp-mapping")
     if rng.random() < 0.6:

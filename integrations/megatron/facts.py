@@ -32,7 +32,7 @@ def job_facts(session: Session, model: list[Any], config: Any, batch: BatchShape
     layout = make_layout(session.context.spec.world_size, sizes, num_microbatches=batch.num_microbatches)
     _say_unknown_sharding(session, model)
     shards = optimizer_shards(session.optimizers)
-    kinds, kind_of = expert_kinds(session, layout, config, sharded=bool(shards))
+    kinds, kind_of = expert_kinds(session, layout, config)
     return JobFacts(
         framework="megatron",
         layout=layout,
@@ -40,6 +40,7 @@ def job_facts(session: Session, model: list[Any], config: Any, batch: BatchShape
         shards=shards,
         shard_kinds=kinds,
         kind_of=kind_of,
+        kinds_are_classes=bool(kinds),
         tokens_per_iteration=_samples(layout, batch) * batch.seq_length,
         model_flops_per_iteration=_flops(config, model, layout, batch),
     )

@@ -77,17 +77,15 @@ def sinkhorn_rounds(original: Any, num_tokens: int, num_experts: int, tolerance:
 
 
 def expert_kinds(
-    session: Session, layout: Layout, config: Any, *, sharded: bool
+    session: Session, layout: Layout, config: Any
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """``JobFacts.shard_kinds`` and ``kind_of`` where ranks that hold other experts work on other numbers of tokens: a
     kind for each expert-parallel rank, its size the load of its experts. Empty where all are loaded alike.
-
-    ``sharded``: a distributed optimizer tells ranks apart already.
     """
     load = session.context.spec.moe_load
     if load == BALANCED or layout.ep == 1 or not getattr(config, "num_moe_experts", None):
         return (), ()
-    if sharded or layout.ep > MAX_SLICED_IF_ALL or layout.etp != layout.tp:
+    if layout.ep > MAX_SLICED_IF_ALL or layout.etp != layout.tp:
         session.context.assume(UNSLICED_EXPERTS)
         return (), ()
     counts = expert_counts(load, 1_000_000, config.num_moe_experts, config.moe_router_topk)

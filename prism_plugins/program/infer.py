@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 
+import msgspec
 import numpy as np
 
 from prism_plugins.errors import CannotDeriveError
@@ -63,11 +64,12 @@ def infer_job(
     missing: set[int] = set()
     reasons: list[str] = []
     for role in plan_roles(facts):
-        try:
-            classes.append(inference.infer(role))
-        except CannotDeriveError as error:
-            missing.update(error.ranks)
-            reasons.append(str(error))
+        for part in inference.parts(role):
+            try:
+                classes.append(inference.infer(*part))
+            except CannotDeriveError as error:
+                missing.update(error.ranks)
+                reasons.append(str(error))
     if reasons:
         raise CannotDeriveError(
             "; ".join(dict.fromkeys(reasons)), ranks=tuple(sorted(missing - set(programs)))
@@ -169,9 +171,28 @@ class _Inference:
         self._patterns: list[Pattern] | None = None
         self._asked_for_pattern = False
 
-    def infer(self, role: Role) -> RankClass:
-        """The class of a role. Raises :class:`CannotDeriveError`."""
-        ranks = ranks_of_role(self._layout, role)
+    def parts(self, role: Role) -> Iterator[tuple[Role, np.ndarray, str]]:
+        """The classes of a role, as arguments of :meth:`infer`: one, or one of each kind of rank where kinds differ throughout.
+        Each is sliced in the stage that stands for the role's."""
+        ranks, name = ranks_of_role(self._layout, role), _name(self._layout, role)
+        if not self._facts.kinds_are_classes:
+            yield role, ranks, name
+            return
+        index = KindIndex(self._layout, self._facts)
+        captured = ranks_of_role(self._layout, msgspec.structs.replace(role, stage=role.captured_stage))
+        kinds = np.array([index.kind(rank) for rank in ranks.tolist()])
+        for kind in np.unique(kinds).tolist():
+            candidates = [rank for rank in captured.tolist() if index.kind(rank) == kind]
+            sliced = (rank for rank in candidates if rank in self._programs)
+            chosen = role.representative if role.representative in candidates else next(sliced, candidates[0])
+            yield (
+                msgspec.structs.replace(role, representative=chosen),
+                ranks[kinds == kind],
+                f"{name} · ep {kind}",
+            )
+
+    def infer(self, role: Role, ranks: np.ndarray, name: str) -> RankClass:
+        """The class of these ranks of a role. Raises :class:`CannotDeriveError`."""
         members = set(ranks.tolist())
         own = [rank for rank in (role.representative, *sorted(self._programs)) if rank in self._programs]
         own = [rank for rank in dict.fromkeys(own) if rank in members]
@@ -201,7 +222,7 @@ class _Inference:
         variants, variant_of = self._variants(role, ranks, exemplar, shards, own)
         approximated: frozenset[int] = frozenset()
         heaviest: int | None = None
-        if not shards:
+        if not shards and not self._facts.kinds_are_classes:
             variants, variant_of, approximated = self._kinds(role, ranks, exemplar, source, own, special)
             heaviest = self._heaviest(source, variant_of)
         if special:
@@ -215,7 +236,7 @@ class _Inference:
                 variant_of[rank] = rank
             variants = LazyVariants(makers)
         return RankClass(
-            name=_name(self._layout, role),
+            name=name,
             ranks=ranks,
             representative=source,
             exemplar=_instantiator(exemplar, self._layout).program_of(int(ranks[0])),

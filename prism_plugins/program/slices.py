@@ -139,6 +139,9 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     kind_of: tuple[int, ...] = ()
     """Index into ``shard_kinds`` of each rank of a dp x cp group of this slice's own stage, members ascending. Ranks of
     equal kind run equal programs. Empty: all do."""
+    kinds_are_classes: bool = False
+    """Kinds differ throughout (ranks that hold more or less loaded experts): each is a class of its own, whose optimizer shards
+    may differ in addition."""
     partitions: FlatPartitions | None = None
     """Where the kinds are partitions of flat buffers: what the programs of other kinds are derived from."""
     independent_ranks: bool = False

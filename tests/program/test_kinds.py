@@ -9,6 +9,7 @@ from prism_plugins.errors import CannotDeriveError
 from prism_plugins.program.compare import compare_communication, compare_programs
 from prism_plugins.program.infer import infer_job, program_of
 from prism_plugins.program.kinds import MAX_SLICED, KindIndex, plan_kinds
+from prism_plugins.program.model import EventKind
 from prism_plugins.program.slices import JobFacts, StageInfo
 from prism_plugins.world.audit import audit_ranks, summarize
 from prism_plugins.world.classes import plan_representatives
@@ -116,3 +117,33 @@ def test_the_audit_of_an_approximated_rank_counts_what_differs():
     broken.comms = [msgspec.structs.replace(c, in_numel=c.in_numel + 1) for c in broken.comms]
     (broken_audit,) = audit_ranks(inferred, {rank: broken})
     assert not broken_audit.matched
+
+
+def test_kinds_that_differ_throughout_are_classes_with_optimizer_shards_of_their_own():
+    """As ranks that hold unevenly loaded experts, with a distributed optimizer."""
+    job = SmallJob(pp=4, dp=6, num_microbatches=8)
+    kind_of = (0, 1, 2, 0, 1, 2)
+    for rank, report in job.reports.items():
+        report.facts = msgspec.structs.replace(
+            report.facts, shard_kinds=((9,), (5,), (2,)), kind_of=kind_of, kinds_are_classes=True
+        )
+        job.programs[rank] = with_other_work(job.programs[rank], kind_of[rank % 6])
+    job.facts = job.reports[0].facts
+    inferred, sliced = infer(job)
+    assert len(sliced) < 24
+    assert sorted(c.name for c in inferred.classes) == [
+        f"stage {s} · ep {k}" for s in range(4) for k in range(3)
+    ]
+    for rank, program in job.programs.items():
+        assert compare_programs(program_of(inferred, rank), program) is None, rank
+    assert all(a.matched for a in audit_ranks(inferred, job.programs))
+
+
+def with_other_work(program, kind):
+    """The program with kernels of a kind of rank before the optimizer."""
+    begin = next(begin for phase, begin, _ in program.iter_phases() if phase.kind == "optimizer")
+    kernels = program.events["ref"][:begin][program.events["kind"][:begin] == EventKind.KERNEL]
+    signatures = list(program.signatures)
+    for i in set(kernels.tolist()):
+        signatures[i] = msgspec.structs.replace(signatures[i], attrs={"tokens": 100 * kind})
+    return msgspec.structs.replace(program, signatures=signatures)

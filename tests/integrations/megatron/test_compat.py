@@ -101,10 +101,9 @@ def test_ranks_with_other_experts_are_of_another_kind_where_experts_are_loaded_u
     session = Session(FakeContext())
     session.context.spec.moe_load = load
     config = SimpleNamespace(num_moe_experts=8, moe_router_topk=1)
-    told = moe.expert_kinds(session, layout, config, sharded=False)
+    told = moe.expert_kinds(session, layout, config)
     assert told == (tuple((size,) for size in loads), kinds)
-    assert moe.expert_kinds(session, layout, config, sharded=True) == ((), ())
-    assert session.context.assumptions == [moe.UNSLICED_EXPERTS] * bool(kinds)
+    assert session.context.assumptions == []
 
 
 @pytest.mark.parametrize("load", ["balanced", "zipf:1.5"])
