@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from prism_plugins.integration.tuning import Arguments
 
+CACHED_BYTES = 2**28
+"""Smaller tensors may never come to a GPU's memory (its L2 has 50 MB on an H100)."""
+
 
 class ModelSizes:
     """Sizes of the model that a launch's arguments describe."""
@@ -34,26 +37,52 @@ class ModelSizes:
         self.param_bytes = 2 if half else 4
         self.grad_bytes = 4 if args.get("accumulate_allreduce_grads_in_fp32") else self.param_bytes
         self.optimizer_bytes = 12 if half else 8
-        if args.get("use_precision_aware_optimizer"):
-            self.optimizer_bytes = 0  # Its states may be as small as one likes.
+        if args.get("optimizer", "adam") != "adam":
+            self.optimizer_bytes = 4 if half else 0
+        if args.get("use_precision_aware_optimizer") or args.get("optimizer_cpu_offload"):
+            self.optimizer_bytes = 0  # Its states may be as small as one likes, or elsewhere.
         self._latent = bool(args.get("multi_latent_attention"))
         self._every = args.get("moe_layer_freq", 1) in (None, 1)
+        self._unfused = args.get("transformer_impl") == "local" and not self._latent
 
     def layer_flops(self, micro_batch: int, *, recomputed: bool) -> float:
         """Matrix products of a layer, forward and backward, of one micro-batch: 2 FLOPs a multiply-add, backward twice
-        the forward, attention as if causal masks saved half."""
+        the forward. Fused attention as if causal masks saved half; Megatron's own computes all of it."""
         tokens = self.seq * micro_batch
         projections = 0 if self._latent else self.hidden * (2 * self.attention + 2 * self.kv)
-        scores = 0 if self._latent else self.seq * self.attention
+        scores = 0 if self._latent else self.seq * self.attention * (2 if self._unfused else 1)
         mlp = (3 if self.gated else 2) * self.hidden * self.ffn * (self.top_k if self._every else 0)
         forward = 2.0 * tokens * (projections + scores + mlp)
         return forward * (4 if recomputed else 3)
 
-    def forward_traffic(self, micro_batch: int, *, sp: bool) -> float:
-        """Bytes that the tensor-parallel collectives of a layer's forward bring to a rank, over (tp - 1) / tp: with sequence
-        parallelism two gathers and two reduce-scatters of the activations, without it two all-reduces (of which a switch that
-        reduces moves half of what a ring does). Those of backward can be hidden."""
-        return (4 if sp else 2) * self.seq * micro_batch * self.hidden * self.param_bytes
+    def layer_traffic(self, micro_batch: int, *, sp: bool, recomputed: bool) -> float:
+        """Bytes that the tensor-parallel collectives of a layer bring to a rank where nothing hides them, over (tp - 1) / tp.
+
+        Attention and MLP each: with sequence parallelism a gather and a reduce-scatter of the activations in forward and the
+        gather of the output's gradient in backward (``RowParallelLinear``), without it an all-reduce in forward (of which a
+        switch that reduces moves half of what a ring does). The other collectives of backward go on beside the gradients of
+        weights. Experts have collectives of their own, which are not counted.
+        """
+        parts = (0 if self._latent else 1) + (0 if self.experts else 1)
+        forward = parts * (2 if sp else 1)
+        times = forward * (2 if recomputed else 1) + (parts if sp else 0)
+        return times * self.seq * micro_batch * self.hidden * self.param_bytes
+
+    def softmax_bytes(self, micro_batch: int, tp: int, cp: int, *, kind: str) -> float:
+        """What the softmax of unfused attention reads and writes in a layer: scores in, probabilities out, in forward (once
+        more where they are recomputed); two in, one out in backward."""
+        scores = micro_batch * self.heads / tp * self.seq * self.seq / cp * self.param_bytes
+        if not self._unfused or scores < CACHED_BYTES:
+            return 0.0
+        return scores * (2 * (1 if kind == "none" else 2) + 3)
+
+    def optimizer_traffic(self, params: float, shards: int) -> float:
+        """What Adam's step moves for that many parameters of a rank: states read and written, gradients read, parameters
+        written."""
+        if self.optimizer_bytes < 8:
+            return 0.0
+        moved = params / shards * (2 * self.optimizer_bytes + self.grad_bytes + self.param_bytes)
+        return moved if moved > 4 * CACHED_BYTES else 0.0
 
     def loss_flops(self, micro_batch: int) -> float:
         """Logits, forward and backward."""

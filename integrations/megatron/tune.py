@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prism_plugins.errors import PrismError
 from prism_plugins.integration.knobs import divisors, narrowed, pairs, powers_of_2, without
@@ -51,6 +51,8 @@ _SWITCHES = (
 )
 _NEEDED = ("--num-layers", "--global-batch-size", "--tensor-model-parallel-size")
 _OPTIMIZERS = ("distributed+overlap", "distributed", "plain+overlap", "plain")
+_OPTIMIZER_GROUP = "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"
+"""Of all ranks; the distributed optimizer reduces the gradient norm in it."""
 _SMALLEST_BUCKET = 40_000_000
 _BUCKET_PER_RANK = 1_000_000
 """Elements: ``DistributedDataParallelConfig.bucket_size`` is by default max(40 million, 1 million x dp)."""
@@ -109,6 +111,18 @@ def _parse(parser: Any, command: Sequence[str]) -> Any:
     return arguments
 
 
+class _Work(NamedTuple):
+    """Compared by FLOPs first."""
+
+    flops: float = 0.0
+    link: float = 0.0
+    hbm: float = 0.0
+    nic: float = 0.0
+
+    def plus(self, other: _Work) -> _Work:
+        return _Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+
 class MegatronSpace:
     """The layouts of one Megatron launch. See :class:`prism_plugins.integration.tuning.Space`."""
 
@@ -127,10 +141,12 @@ class MegatronSpace:
         self._argv = tuple(argv)
         self._args = arguments
         self._world = world_size
+        self._gpus_per_node = gpus_per_node
         self._flags = set(arguments.get("prism_flags", ()))
         self._check_script()
         self._model = ModelSizes(arguments)
         self._gbs = int(arguments["global_batch_size"])
+        self._tied = not arguments.get("untie_embeddings_and_output_weights", True)
         own = self._own()
         self.knobs = tuple(narrowed(knob, chosen) for knob in self._all_knobs(own, gpus_per_node))
         if unknown := set(chosen) - {knob.name for knob in self.knobs}:
@@ -182,6 +198,8 @@ class MegatronSpace:
             return f"{model.heads} heads in {model.groups} groups cannot be split over tp {p['tp']}"
         if self._gbs % (p["micro_batch"] * dp):
             return f"global batch {self._gbs} is not a multiple of micro-batch {p['micro_batch']} x dp {dp}"
+        if model.experts and p["tp"] > 1 and not p["sp"]:
+            return "experts with tensor parallelism need sequence parallelism in training"
         if p["sp"] and p["tp"] == 1:
             return "sequence parallelism needs tensor parallelism"
         if model.seq % (p["tp"] * p["cp"] * 2 if p["cp"] > 1 else p["tp"]) and p["sp"]:
@@ -435,11 +453,12 @@ class MegatronSpace:
             // (p["tp"] if p["sp"] else 1),
             transfer_dtype=model.dtype,
             sharded_optimizer=kind == "distributed",
+            world_groups=(_OPTIMIZER_GROUP,) if kind == "distributed" else (),
             overlap_grad=bool(overlap) if told else None,
             overlap_param=bool(overlap) and kind == "distributed" if told else None,
             bucket_elements=int(bucket),
             param_dtype=model.dtype,
-            tied_embedding=not self._args.get("untie_embeddings_and_output_weights", True),
+            tied_embedding=self._tied,
             async_p2p=p["vpp"] > 1 and self._args.get("overlap_p2p_comm") is not False,
         )
 
@@ -457,24 +476,33 @@ class MegatronSpace:
         loss = model.loss_flops(p["micro_batch"]) / (p["tp"] * p["cp"])
 
         split = (p["tp"] - 1) / p["tp"] if not self._args.get("tp_comm_overlap") else 0.0
-        per_layer_bytes = split * model.forward_traffic(p["micro_batch"], sp=bool(p["sp"])) / p["cp"]
+        moved = {
+            kind: split
+            * model.layer_traffic(p["micro_batch"], sp=bool(p["sp"]), recomputed=kind == "full")
+            / p["cp"]
+            for kind in per_layer
+        }
+        softmax = {
+            kind: model.softmax_bytes(p["micro_batch"], p["tp"], p["cp"], kind=kind) for kind in per_layer
+        }
 
-        def work_of(chunk: Chunk) -> tuple[float, float]:
-            flops = sum(per_layer[kind] * n for kind, n in chunk.layers) + (loss if chunk.loss else 0.0)
-            return flops, per_layer_bytes * sum(n for _, n in chunk.layers)
+        def work_of(chunk: Chunk) -> _Work:
+            return _Work(
+                flops=sum(per_layer[kind] * n for kind, n in chunk.layers) + (loss if chunk.loss else 0.0),
+                link=sum(moved[kind] * n for kind, n in chunk.layers),
+                hbm=sum(softmax[kind] * n for kind, n in chunk.layers),
+            )
 
-        before, critical = (0.0, 0.0), (0.0, 0.0)
+        before, critical = _Work(), _Work()
         for stage in shape.chunks:
             work = [work_of(chunk) for chunk in stage]
-            flops, moved = (before[i] + m * sum(w[i] for w in work) for i in range(2))
-            critical = max(critical, (flops, moved))
-            before = (before[0] + work[0][0], before[1] + work[0][1])
+            here = [sum(parts) for parts in zip(*work, strict=True)]
+            total = _Work(*(b + m * w for b, w in zip(before, here, strict=True)))
+            critical = max(critical, total.plus(self._after(p, shape, stage)))
+            before = before.plus(work[0])
         memory = 0.0
         for s, stage in enumerate(shape.chunks):
-            params = sum(n * model.layer_params(p["tp"], p["ep"]) for c in stage for _, n in c.layers)
-            params += sum(
-                model.embedding_params(p["tp"]) * (c.embedding + c.loss) for c in stage[-1:] + stage[:-1]
-            )
+            params = self._params_of(p, stage)
             shards = layout.dp * layout.cp if shape.sharded_optimizer else 1
             states = params * (model.param_bytes + model.grad_bytes + model.optimizer_bytes / shards)
             in_flight = min(
@@ -485,7 +513,39 @@ class MegatronSpace:
                 for kind, n in stage[0].layers
             )
             memory = max(memory, states + in_flight * kept)
-        return Limits(memory_bytes=memory, flops=critical[0], link_bytes=critical[1], dtype=model.dtype)
+        return Limits(
+            memory_bytes=memory,
+            flops=critical.flops,
+            link_bytes=critical.link,
+            nic_bytes=critical.nic,
+            hbm_bytes=critical.hbm,
+            dtype=model.dtype,
+        )
+
+    def _params_of(self, p: Mapping[str, Any], stage: tuple[Chunk, ...]) -> float:
+        """Parameters of a rank of a stage."""
+        model = self._model
+        params = sum(n * model.layer_params(p["tp"], p["ep"]) for c in stage for _, n in c.layers)
+        ends = sum(c.embedding + c.loss for c in stage)
+        return params + model.embedding_params(p["tp"]) * (min(ends, 1) if self._tied else ends)
+
+    def _after(self, p: Mapping[str, Any], shape: Shape, stage: tuple[Chunk, ...]) -> _Work:
+        """What a stage has to do when its last micro-batch is done: data-parallel communication that nothing overlaps, and the
+        optimizer. Experts have data-parallel groups of their own; nothing is counted for them."""
+        model, layout = self._model, shape.layout
+        if model.experts:
+            return _Work()
+        params, members = self._params_of(p, stage), layout.dp * layout.cp
+        kind, _, overlap = str(p["optimizer"]).partition("+")
+        nbytes = 0.0
+        if not overlap and "--overlap-grad-reduce" in self._flags:
+            nbytes = params * (model.grad_bytes + (model.param_bytes if kind == "distributed" else 0))
+        near = max(1, min(members, self._gpus_per_node // p["tp"]))
+        nodes = math.ceil(members / near)
+        optimizer = model.optimizer_traffic(params, members if shape.sharded_optimizer else 1)
+        if nodes == 1:
+            return _Work(link=nbytes * (members - 1) / members, hbm=optimizer)
+        return _Work(nic=nbytes * (nodes - 1) / nodes / near, hbm=optimizer)
 
     def _check_script(self) -> None:
         missing = [flag for flag in _NEEDED if flag not in self._flags]

@@ -73,6 +73,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     transfer_dtype: str
     sharded_optimizer: bool
     """Optimizer states are spread over the data-parallel ranks."""
+    world_groups: tuple[str, ...] = ()
+    """Communicators of all ranks that the point has and its probes have not."""
     overlap_grad: bool | None
     """Gradients are reduced during backward. None: as the probes do."""
     overlap_param: bool | None
@@ -131,6 +133,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     link_bytes: float
     """What collectives have to bring to a rank through its link to the GPUs of its node, on the same way and with nothing to
     hide behind."""
+    nic_bytes: float = 0.0
+    """The same through a GPU's share of its node's NICs; counted where a node is all that NVLink reaches."""
+    hbm_bytes: float = 0.0
+    """What ops that do nothing else move to and from the GPU's memory, likewise; tensors that a cache may hold left out."""
     dtype: str
     """Of the matrix products."""
 

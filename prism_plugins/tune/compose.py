@@ -268,16 +268,18 @@ class Composer:
                 layout.rank_of(here | {"tp": t, "pp": s}) for t in range(layout.tp) for s in range(layout.pp)
             )
         )
+        everybody = tuple(range(layout.world_size))
         uses: list[CommunicatorUse] = []
         for use in costs.uses:
             ranks = use.ranks
             if use.name == WORLD_GROUP:
-                ranks = tuple(range(layout.world_size))
+                ranks = everybody
             elif use.name.startswith("DATA_PARALLEL"):
                 ranks = data
             elif use.name.startswith("MODEL_PARALLEL"):
                 ranks = model
             uses.append(msgspec.structs.replace(use, ranks=ranks, nvls=use.name in costs.nvls))
+        uses += [CommunicatorUse(ranks=everybody, name=name, collective=True) for name in shape.world_groups]
         if layout.pp > 1:
             neighbours = {layout.rank_of(here | {"pp": s}) for s in (1, layout.pp - 1)}
             near = sum(peer // self._overhead.gpus_per_domain == 0 for peer in neighbours)

@@ -17,6 +17,8 @@ from prism_plugins.tune.progress import TuneProgress
 from prism_plugins.tune.result import Candidate, TuneDir, TuneResult, describe
 from prism_plugins.tune.settings import Settings
 
+_MOST = 3
+"""Times as many layouts are emulated at most as were asked for, where they turn out not to fit."""
 _LEAST_ERROR = 0.03
 """Of composed times, where emulations found less."""
 
@@ -66,13 +68,15 @@ class Finals:
         everything = settings.everything and settings.emulations > 0
         while (everything or done < settings.emulations) and time.monotonic() < self._deadline:
             order = [p for p in self._order() if p not in tried]
-            if not order or (self._is_proven(order) and not everything):
+            if not order or (len(tried) >= _MOST * max(1, settings.emulations) and not everything):
+                break
+            if self._is_proven(order) and not everything:
                 break
             most = executor.width if everything else min(executor.width, settings.emulations - done)
             batch = order[:most]
             tried.update(batch)
             self._emulate(space, batch, executor)
-            done += len(batch)
+            done += sum(self._fits(point) for point in batch)
         waits = settings.emulations > 0 and space.own in self._composed and space.own not in tried
         if waits and time.monotonic() < self._deadline:
             tried.add(space.own)
@@ -88,6 +92,11 @@ class Finals:
             if c.composed and not c.failed and c.composed.memory_bytes <= capacity
         ]
         return [p for _, p in sorted(fitting, key=lambda item: item[0])]
+
+    def _fits(self, point: Point) -> bool:
+        """It was emulated and has room. One that has not does not count: its composed memory was a little too low."""
+        found = self._composed[point].emulated
+        return found is not None and found.memory_bytes <= self._result.capacity_bytes
 
     def _is_proven(self, left: list[Point]) -> bool:
         """No composed layout that is left, less the error found so far, is faster than the best emulated one."""

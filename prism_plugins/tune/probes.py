@@ -214,8 +214,11 @@ class Probes:
                 if not isinstance(base, LayerCosts):
                     return base
                 return other_kind(base, reduce_other(programs[0], facts, base))
-            one = programs[0]
-            nvls = frozenset(one.groups[g].desc or one.groups[g].name for g in nvls_groups(one, self._costs))
+            nvls = frozenset(
+                program.groups[g].desc or program.groups[g].name
+                for program in programs
+                for g in nvls_groups(program, self._costs)
+            )
             domain = self.cluster.gpus_per_domain
             return measure(programs, facts, self._costs, nvls=nvls, gpus_per_domain=domain)
         except PrismError as error:

@@ -177,7 +177,10 @@ class Search:
             * efficiency_of(gpu.capability).gemm_burst
             for dtype in ("float32", "float16", "bfloat16")
         }
-        link = self._cluster.node.nvlink_bytes_per_s
+        node = self._cluster.node
+        nic = node.nic_bytes_per_s * node.num_nics / node.num_gpus
+        if self._cluster.gpus_per_domain > self._cluster.gpus_per_node or not nic:
+            nic = float("inf")
         opened: list[_Open] = []
         for point, reason in space.points():
             counts.points += 1
@@ -186,7 +189,12 @@ class Search:
                 continue
             counts.legal += 1
             limits = space.limits(point)
-            bound_ms = (limits.flops / rate[limits.dtype] + limits.link_bytes / link) * 1e3
+            bound_ms = 1e3 * (
+                limits.flops / rate[limits.dtype]
+                + limits.link_bytes / node.nvlink_bytes_per_s
+                + limits.nic_bytes / nic
+                + limits.hbm_bytes / gpu.hbm_bytes_per_s
+            )
             if limits.memory_bytes > gpu.memory_bytes and point != space.own:
                 counts.too_big_by_bound += 1
                 self._missed(space, point, int(limits.memory_bytes), "bound")
