@@ -59,11 +59,14 @@ CASES = {
         " --sequence-parallel --pipeline-model-parallel-size 4 --expert-model-parallel-size 8"
         " --expert-tensor-parallel-size 1",
         knobs=(
+            "tp=1,2,4",
+            "ep=4,8",
+            "pp=1,2,4,8",
             "vpp=1,2",
+            "micro_batch=1,2",
             "stages=even",
+            "recompute=none",
             "optimizer=distributed+overlap",
-            "recompute=none,full",
-            "sp=true,false",
         ),
     ),
     "long": Case(
@@ -71,17 +74,20 @@ CASES = {
         args=f"{SIZE_LLAMA3_8B} {OVERLAP} --seq-length 32768 --max-position-embeddings 32768"
         " --global-batch-size 64 --tensor-model-parallel-size 8 --sequence-parallel --context-parallel-size 2",
         knobs=(
+            "tp=2,4,8",
+            "cp=1,2,4",
+            "pp=1,2,4",
             "vpp=1",
+            "micro_batch=1",
             "stages=even",
-            "optimizer=distributed+overlap",
             "recompute=none,full",
-            "sp=true,false",
+            "optimizer=distributed+overlap",
         ),
     ),
 }
 SMALL_SPACE = ("tp=2,8", "pp=1,4", "vpp=1,2", "micro_batch=1,2", "optimizer=plain", "stages=even")
 LLAMA_7B = "--layers 32 --hidden 4096 --ffn 11008 --heads 32 --seq 2048 --vocab 32000 --checkpointing"
-DEEPSPEED_SPACE = ("bucket=500000000", "micro_batch=1,2,4,8")
+DEEPSPEED_SPACE = ("bucket=500000000", "micro_batch=1,2,4", "overlap=true")
 DEEPSPEED_CONFIG = {
     "train_batch_size": 512,
     "train_micro_batch_size_per_gpu": 1,
