@@ -19,7 +19,7 @@ from prism_plugins.tune.settings import Settings
 
 _MOST = 3
 """Times as many layouts are emulated at most as were asked for, where they turn out not to fit."""
-_LEAST_ERROR = 0.03
+LEAST_ERROR = 0.03
 """Of composed times, where emulations found less."""
 
 
@@ -108,7 +108,7 @@ class Finals:
         ]
         if not emulated or result.counts.left or self._lowest_pruned_ms < min(emulated):
             return False
-        error = max(_LEAST_ERROR, result.composition_error or 0.0)
+        error = max(LEAST_ERROR, result.composition_error or 0.0)
         times = [c.composed.iteration_ms for p in left if (c := self._composed[p]).composed]
         return all(ms * (1 - error) >= min(emulated) for ms in times)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from prism_plugins.rundir import write_bytes
 from prism_plugins.tune.result import Candidate, TuneResult, describe
+from prism_plugins.tune.show import verdict
 
 _WIDTH, _HEIGHT, _MARGIN = 900, 480, 60
 _GIB = 2**30
@@ -36,6 +37,9 @@ def write_page(path: Path, result: TuneResult) -> None:
 def render(result: TuneResult) -> str:
     """The page as text."""
     shown = [c for c in result.candidates if c.best is not None]
+    own = result.own
+    if shown and own is not None and own.best is not None and all(c.arguments for c in shown):
+        shown.append(own)  # It does not fit.
     front = pareto(result.candidates)
     rows = "".join(
         f"<tr><td>{c.best.iteration_ms:,.1f}</td><td>{c.best.source}</td><td>{c.best.memory_bytes / _GIB:.1f}</td>"
@@ -44,10 +48,12 @@ def render(result: TuneResult) -> str:
         if c.best
     )
     counts = result.counts
+    said = "".join(f"<li>{html.escape(line)}</li>" for line in verdict(result))
     return f"""<!doctype html><meta charset="utf-8"><title>prism tune</title><style>{_STYLE}</style>
 <h1>Layouts of {html.escape(Path(result.job.argv[0]).name)} on {result.job.options.world_size} GPUs of {html.escape(result.cluster)}</h1>
 <p>{counts.legal} legal layouts, {counts.composed} composed, {counts.emulated} emulated in full (outlined). Red: no other layout
-is better in both time and memory.</p>
+is better in both time and memory. Blue ones without outline are composed.</p>
+<ul>{said}</ul>
 {_plot(shown, {id(c) for c in front}, result.capacity_bytes)}
 <table><tr><th>ms an iteration</th><th>by</th><th>GiB</th><th>layout</th></tr>{rows}</table>
 {_sensitivity(result)}"""
@@ -93,11 +99,21 @@ def _plot(shown: list[Candidate], front: set[int], capacity_bytes: int) -> str:
         for c in shown
         if c.best
     )
+    dots += "".join(
+        f'<text x="{x(c.best.iteration_ms) + 7:.1f}" y="{y(c.best.memory_bytes) + 14:.1f}">yours</text>'
+        for c in shown
+        if c.best and not c.arguments
+    )
     bottom = _HEIGHT - _MARGIN
+    ticks = "".join(
+        f'<text x="{_MARGIN - 8}" y="{y(part * top) + 5:.1f}" text-anchor="end">{part * top / _GIB:,.0f}</text>'
+        f'<text x="{x(fast + part * span):.1f}" y="{bottom + 20}" text-anchor="middle">{fast + part * span:,.0f}</text>'
+        for part in (0.0, 0.25, 0.5, 0.75, 1.0)
+    )
     return f"""<svg width="{_WIDTH}" height="{_HEIGHT}" role="img">
 <line x1="{_MARGIN}" y1="{bottom}" x2="{_WIDTH - _MARGIN}" y2="{bottom}" stroke="#000"/>
 <line x1="{_MARGIN}" y1="{_MARGIN}" x2="{_MARGIN}" y2="{bottom}" stroke="#000"/>
 <line x1="{_MARGIN}" y1="{y(capacity_bytes):.1f}" x2="{_WIDTH - _MARGIN}" y2="{y(capacity_bytes):.1f}" stroke="#999" stroke-dasharray="4"/>
-<text x="{_MARGIN}" y="{y(capacity_bytes) - 6:.1f}">{capacity_bytes / _GIB:.1f} GiB: the GPU</text>
-<text x="{_MARGIN}" y="{_HEIGHT - 20}">{fast:,.0f} ms</text>
-<text x="{_WIDTH - _MARGIN}" y="{_HEIGHT - 20}" text-anchor="end">{slow:,.0f} ms an iteration</text>{dots}</svg>"""
+<text x="{_MARGIN}" y="{y(capacity_bytes) - 6:.1f}" dx="90">{capacity_bytes / _GIB:.1f} GiB: the GPU</text>
+<text x="{_MARGIN}" y="{_MARGIN - 20}">GiB a GPU</text>
+<text x="{_WIDTH - _MARGIN}" y="{_HEIGHT - 16}" text-anchor="end">ms an iteration</text>{ticks}{dots}</svg>"""

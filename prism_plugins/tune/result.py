@@ -96,7 +96,8 @@ class TuneResult(msgspec.Struct, kw_only=True):
     own: Candidate | None = None
     """The user's launch."""
     candidates: tuple[Candidate, ...] = ()
-    """Those that fit: the fastest emulated one, then all others by time."""
+    """Those that fit: the fastest emulated one, then all others by time; all by time where composed ones are faster than it by
+    more than their error."""
     counts: Counts = msgspec.field(default_factory=Counts)
     closest_miss: Miss | None = None
     composition_error: float | None = None

@@ -22,7 +22,7 @@ from prism_plugins.integration.tuning import Point, Space, Tuner
 from prism_plugins.options import Job
 from prism_plugins.program.slices import SliceSpec
 from prism_plugins.script import check_script
-from prism_plugins.tune.finals import Finals
+from prism_plugins.tune.finals import LEAST_ERROR, Finals
 from prism_plugins.tune.probes import Probes
 from prism_plugins.tune.progress import TuneProgress
 from prism_plugins.tune.result import Candidate, Counts, Miss, TuneDir, TuneResult, Variant, describe
@@ -371,6 +371,8 @@ class Search:
         result.host_us = self._probes.host_us if self._probes.settled else result.host_us
         fitting = self._fitting()
         judged = next((c for c in fitting if c.emulated), None)
+        if judged is not None and self._best_ms() * (1 + self._error()) < judged.emulated.iteration_ms:
+            judged = None  # Others are composed that are faster by more than their error.
         result.candidates = tuple(sorted(fitting, key=lambda c: judged is not None and c is not judged))
         own = [c for c in self._composed.values() if not c.arguments]
         result.own = own[0] if own else None
@@ -379,6 +381,10 @@ class Search:
         result.seconds = self._earlier_seconds[0] + time.monotonic() - self._began
         result.cpu_seconds = self._earlier_seconds[1] + sum(u.ru_utime + u.ru_stime for u in usage)
         self._dir.write(result)
+
+    def _error(self) -> float:
+        """Of composed times, relative."""
+        return max(LEAST_ERROR, self.result.composition_error or 0.0)
 
     def _check_found(self) -> None:
         """Raise :class:`PrismError` when there is no layout to show."""
