@@ -142,7 +142,8 @@ def run_case(name: str, *, args: argparse.Namespace, out_dir: Path) -> bool:
         *case.args.split(), "--prism-emulate", f"--prism-world-size={case.world_size}",
         f"--prism-audit={args.audit}", f"--prism-out={out_dir}", *args.prism_args.split(),
     ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": str(args.megatron), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    path = os.pathsep.join(filter(None, (str(args.megatron), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     log = out_dir.with_name(f"{name}.log")
     began = time.time()
