@@ -128,9 +128,10 @@ def _megatron_lm(rng: random.Random, *, te: bool) -> Job:
             job.add("--recompute-granularity", "selective")
     if experts:
         ep = rng.choice([e for e in (1, 2, 4) if (dp * cp * tp) % e == 0])
-        job.add(
-            "--num-experts", 4, "--expert-model-parallel-size", ep, "--moe-router-topk", rng.choice((1, 2))
-        )
+        job.add("--num-experts", 4, "--expert-model-parallel-size", ep)
+        job.add("--moe-router-topk", topk := rng.choice((1, 2)))
+        if topk == 1:
+            job.add("--moe-router-pre-softmax")
         job.add("--moe-token-dispatcher-type", rng.choice(("alltoall", "alltoall", "allgather")))
         job.add("--moe-aux-loss-coeff", "1e-2")
         if tp > 1 and rng.random() < 0.3:
@@ -310,7 +311,7 @@ def _refusal(log: str, code: int) -> dict:
     """Why a job did not run: the framework's own error, a limit of prism (exit status 2), or a failure."""
     error = next((line for line in log.splitlines() if line.startswith("prism: error")), log[-300:])
     frames = [line for line in log.splitlines() if re.match(r'\s+File "', line)]
-    by_framework = "DeepSpeed refuses" in error or (
+    by_framework = re.search("(DeepSpeed|Megatron) refuses", error) is not None or (
         bool(frames) and bool(REFUSED.search(frames[-1])) and "prism_plugins" not in frames[-1]
     )
     status = "refused" if by_framework else "declined" if code == 2 else "failed"
@@ -410,7 +411,8 @@ def summarize(rows) -> int:
         counts = collections.Counter(row["status"] for row in mine)
         ran = [row for row in mine if "audited" in row]
         print(
-            f"{framework}: {len(ran)} ran ({counts['same']} same, {counts['differs']} with a rank that differs), "
+            f"{framework}: {len(ran)} ran ({counts['same']} same, {counts['differs']} with a rank that differs; "
+            f"{sum(not r['audited'] for r in ran)} had no rank left to infer), "
             f"{counts['refused']} refused by the framework, {counts['declined']} by prism, {counts['failed']} failed; "
             f"{sum(r['matched'] for r in ran)} of {sum(r['audited'] for r in ran)} inferred ranks as sliced, "
             f"{sum(r['approximated'] for r in ran)} of them in communication only (peak memory off by up to "
