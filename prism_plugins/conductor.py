@@ -123,6 +123,7 @@ def conduct(job: Job) -> int:
             faults=faults,
             memory=memory,
             environment=os.environ,
+            moe_load=options.moe_load,
         )
         prediction = predict(
             Evidence(

@@ -127,6 +127,7 @@ def check(
     faults: tuple[Finding, ...],
     memory: Collection[ClassMemory],
     environment: Mapping[str, str],
+    moe_load: str,
 ) -> tuple[Finding, ...]:
     """What is wrong or doubtful about the job, ``faults`` of the simulation among it."""
     from prism_plugins.checks.job import check_job
@@ -140,6 +141,7 @@ def check(
         faults=faults,
         memory=memory,
         environment=environment,
+        moe_load=moe_load,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 from prism_plugins.checks.calls import calls_of_job
 from prism_plugins.checks.communicators import communicator_findings
+from prism_plugins.checks.expert_load import expert_load_findings
 from prism_plugins.checks.layout import layout_findings
 from prism_plugins.checks.matching import matching_findings
 from prism_plugins.checks.ordering import ordering_findings
@@ -27,6 +28,7 @@ def check_job(
     faults: tuple[Finding, ...],
     memory: Collection[ClassMemory],
     environment: Mapping[str, str],
+    moe_load: str,
 ) -> tuple[Finding, ...]:
     """Findings of the programs of all ranks, of their start, their layout and their communicators.
 
@@ -40,5 +42,6 @@ def check_job(
         *(() if wrong else ordering_findings(calls)),
         *startup_findings(reports),
         *layout_findings(facts, programs, cluster, timeline, environment),
+        *expert_load_findings(facts.layout, list(memory), moe_load),
         *communicator_findings(list(memory)),
     )
