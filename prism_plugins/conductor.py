@@ -77,7 +77,9 @@ def conduct(job: Job) -> int:
                 runner.add({rank: dependencies(facts, rank, sliced=known) for rank in (*ranks, *again)})
                 runner.run()
 
-            programs = stages.infer(facts, lambda: runner.sliced, rundir, slice_more=slice_more)
+            programs = stages.infer(
+                facts, lambda: runner.sliced, rundir, slice_more=slice_more, note=progress.note
+            )
             audit, differences = stages.audit(programs, runner.audited, rundir)
             if differences:  # what really runs is what is checked and simulated
                 programs = stages.with_audited(programs, facts, lambda: runner.reports, rundir, slice_more)

@@ -32,9 +32,10 @@ def infer(
     rundir: RunDir,
     *,
     slice_more: Callable[[tuple[int, ...], tuple[int, ...]], None],
+    note: Callable[[str], None] = lambda text: None,
 ) -> JobPrograms:
     """Programs of all ranks; what cannot be derived is sliced with ``slice_more`` and tried again (its second
-    argument: ranks whose slices have to be repeated).
+    argument: ranks whose slices have to be repeated), and why is said by ``note``.
 
     Raises:
         SliceFailed: it cannot be derived from the slices of the very ranks that were asked for.
@@ -53,6 +54,7 @@ def infer(
                     f"prism: error: the programs of all ranks cannot be derived: {error}"
                 ) from error
             repeated.update(again)
+            note(f"{len({*missing, *again})} ranks are sliced in addition: {error}")
             slice_more(missing, again)
 
 

@@ -25,6 +25,7 @@ import os
 import re
 import shutil
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy
 
 from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.errors import PrismError, SliceFailed
@@ -54,20 +57,12 @@ SCRIPTS = {
 NOT_OF_THE_MODEL = (
     "--use-checkpoint", "--timing-log", "--distributed-timeout", "--no-mmap-bin-files", "--num-workers", "--use-persistent-ckpt",
     "--train-samples", "--train-iters", "--tokenizer", "--logging-level", "--check-weight-hash", "--manual-gc", "--enable-experimental",
+    "--verify-integrity", "--async-strategy", "--async-ckpt",
 )  # fmt: skip
-ADDED = (
-    "--train-iters",
-    "20",
-    "--lr",
-    "1e-4",
-    "--mock-data",
-    "--eval-interval",
-    "1000",
-    "--eval-iters",
-    "1",
-    "--split",
-    "99,1,0",
-)
+ADDED = ("--lr", "1e-4", "--eval-interval", "1000", "--eval-iters", "1", "--split", "99,1,0")
+WORD_PIECES = {"bert": ("BertWordPieceLowerCase", 30522), "t5": ("BertWordPieceCase", 28996)}
+"""Tokenizer and size of its vocabulary (bert-large-uncased, the default of pretrain_bert.py; bert-large-cased, which the test
+names)."""
 KEPT = "result.json"
 DENSE_WORST, DENSE_MEAN, MOE_WORST = 0.005, 0.001, 0.03
 
@@ -82,6 +77,8 @@ class Case(NamedTuple):
     env: dict[str, str]
     allocated: int
     peak: int
+    data: str
+    """Whose data set is to be made (``bert``, ``t5``), where there is no mock one; else empty."""
     kind: str
     """``dense`` or ``moe``."""
     left_out: str
@@ -145,15 +142,18 @@ def _case(entry: dict[str, Any]) -> Case:
         elif value is not False and value is not None:
             text = str(value)
             args += [key, *(text.strip("[]").split() if text.startswith("[") and "*" not in text else [text])]
-    args += list(ADDED)
-    vocabulary = model.get("padded_vocab") or (30592 if arch in ("bert", "t5") else 50304)
-    # The null tokenizer adds one token; a smaller vocabulary is padded to the same size.
-    args += [
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        str(vocabulary - 64 if arch == "gpt" else vocabulary - 120),
-    ]
+    args += ADDED
+    # A batch that grows is counted in samples.
+    args += ("--train-samples", "100000") if "--rampup-batch-size" in given else ("--train-iters", "20")
+    if "--overlap-param-gather-with-optimizer-step" in given:
+        args += ("--ckpt-format", "torch")  # the only one that Megatron allows with it
+    if arch in WORD_PIECES:
+        args += ("--tokenizer-type", WORD_PIECES[arch][0])
+    else:
+        # The null tokenizer adds one token; a smaller vocabulary is padded to the same size.
+        vocabulary = model.get("padded_vocab") or 50304
+        smaller = vocabulary - 64 if arch == "gpt" else vocabulary - 120
+        args += ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(smaller))
     return Case(
         name=name,
         script=SCRIPTS.get(arch, ""),
@@ -162,16 +162,46 @@ def _case(entry: dict[str, Any]) -> Case:
         env={k: str(v) for k, v in (flags.get("env") or {}).items()},
         allocated=int(measured["mem_allocated_bytes"]),
         peak=int(measured["mem_max_allocated_bytes"]),
+        data=arch if arch in WORD_PIECES else "",
         kind="moe" if model.get("num_experts") else "dense",
         left_out=left_out,
     )
+
+
+def make_data(kind: str, folder: Path) -> list[str]:
+    """Write a vocabulary of word pieces and an indexed data set of random sentences; the arguments that name them.
+
+    The data set has the format of Megatron's ``IndexedDataset`` (``_IndexWriter`` in megatron/core/datasets/indexed_dataset.py).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    size = WORD_PIECES[kind][1]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    pieces = [*special, *(f"piece{n}" for n in range(size - len(special)))]
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    documents, sentences, words = 200, 20, 40
+    random = numpy.random.default_rng(0)
+    tokens = random.integers(len(special), size, documents * sentences * words, dtype=numpy.int32)
+    (folder / "text.bin").write_bytes(tokens.tobytes())
+    count = documents * sentences
+    int32_code = 4
+    with (folder / "text.idx").open("wb") as index:
+        index.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, int32_code, count, documents + 1))
+        index.write(numpy.full(count, words, numpy.int32).tobytes())
+        index.write((numpy.arange(count, dtype=numpy.int64) * words * tokens.itemsize).tobytes())
+        index.write((numpy.arange(documents + 1, dtype=numpy.int64) * sentences).tobytes())
+    return ["--data-path", str(folder / "text"), "--vocab-file", str(folder / "vocab.txt")]
+
+
+def arguments(case: Case, out: Path) -> list[str]:
+    """The arguments of a case, with the data it needs written beside its run directory."""
+    return [*case.args, *(make_data(case.data, out.with_name(f"{out.name}-data")) if case.data else ())]
 
 
 def emulate(case: Case, *, megatron: Path, out: Path) -> Result:
     """Slice the last rank and what its slice needs. Raises PrismError or SliceFailed."""
     last = case.num_gpus - 1
     options = Options(world_size=case.num_gpus, ranks=(last,), out=str(out), cache=False)
-    job = Job(options=options, run_as="script", argv=(str(megatron / case.script), *case.args))
+    job = Job(options=options, run_as="script", argv=(str(megatron / case.script), *arguments(case, out)))
     cluster = load_cluster(options.cluster)
     previous = dict(os.environ)
     os.environ.update(case.env | {"PYTHONPATH": str(megatron)})
@@ -203,7 +233,7 @@ def emulate(case: Case, *, megatron: Path, out: Path) -> Result:
 def launch(case: Case, *, megatron: Path, out: Path) -> Result:
     """Emulate the whole job by its launch. Raises PrismError when it fails."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(megatron / case.script), *case.args),
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(megatron / case.script), *arguments(case, out)),
         *("--prism-emulate", "--prism-world-size", str(case.num_gpus), "--prism-ranks", str(case.num_gpus - 1)),
         *("--prism-out", str(out)),
     ]  # fmt: skip
@@ -224,7 +254,7 @@ def reason(error: Exception, out: Path) -> str:
     if found := re.search(r"unrecognized arguments: (.*)", text):
         return f"this Megatron-LM has no {found[1].split()[0]}"
     first = re.sub(r"^prism: error: ", "", text.splitlines()[0] if text else type(error).__name__)
-    if "its output:" in first:
+    if "its output:" in first or "exited with status" in first:
         logs = sorted(out.glob("slices/*/log.txt"), key=lambda p: p.stat().st_mtime)
         lines = logs[-1].read_text(errors="replace").split("\n") if logs else []
         first = next((x.strip() for x in reversed(lines) if x.strip()), first)
