@@ -25,7 +25,7 @@ from prism_plugins.program.allocator_settings import AllocatorSettings, parse_se
 from prism_plugins.program.job import RankClass
 from prism_plugins.program.memory_allocator import AllocatorUse, CachingAllocator, block_bytes
 from prism_plugins.program.memory_device import DeviceOverhead, communicators
-from prism_plugins.program.memory_release import IssueTimes, held_back_bytes
+from prism_plugins.program.memory_release import IssueTimes, held_blocks
 from prism_plugins.program.model import EventKind, MemoryCategory, Phase, Program, category_of_flag
 from prism_plugins.program.prediction import ClassMemory, Finding
 from prism_plugins.program.slices import SliceReport
@@ -218,6 +218,20 @@ def allocated_curve(program: Program) -> np.ndarray:
     known = ordinals >= 0
     delta[frees[known]] = -blocks[ordinals[known]]
     return int(blocks[: len(program.initial)].sum()) + np.cumsum(delta)
+
+
+def held_back_bytes(program: Program, times: IssueTimes) -> int:
+    """By how much blocks in use and blocks held back for other streams together peak above blocks in use."""
+    held = held_blocks(program, times)
+    if not held:
+        return 0
+    in_use = allocated_curve(program)
+    change = np.zeros(len(program.events), np.int64)
+    alloc, release, reusable = np.array(held).T
+    sizes = block_bytes(program.events["value"][alloc])
+    np.add.at(change, release, sizes)
+    np.subtract.at(change, reusable - 1, sizes)
+    return int((in_use + np.cumsum(change)).max() - in_use.max())
 
 
 def phase_at(program: Program, row: int) -> str:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prism_plugins.program.memory_allocator import block_bytes
 from prism_plugins.program.model import EventFlag, EventKind, Program
 
 LAUNCH_QUEUE = 1024
@@ -40,15 +39,23 @@ def host_with_queue(program: Program, times: IssueTimes) -> np.ndarray:
     return np.maximum.accumulate(host)
 
 
-def reusable_before(program: Program, times: IssueTimes) -> dict[int, int]:
-    """Releases whose block is held back: row of the FREE → row of the ALLOC before which the block is free again (the
-    number of events, where that is after the iteration)."""
+class HeldBlock(NamedTuple):
+    """A block that is held back after its release; rows of events."""
+
+    alloc: int
+    release: int
+    reusable: int
+    """The ALLOC before which it is free again; the number of events, where that is after the iteration."""
+
+
+def held_blocks(program: Program, times: IssueTimes) -> list[HeldBlock]:
+    """Blocks that are held back while something else is allocated."""
     events = program.events
     kinds = events["kind"]
     shared = EventFlag.OTHER_STREAM | EventFlag.MESSAGE
     born = np.flatnonzero((kinds == EventKind.ALLOC) & ((events["flags"] & shared) != 0))
     if not len(born):
-        return {}
+        return []
     born_at = dict(zip(events["ref"][born].tolist(), born.tolist(), strict=True))
     frees = np.flatnonzero(kinds == EventKind.FREE)
     pairs = [
@@ -60,7 +67,7 @@ def reusable_before(program: Program, times: IssueTimes) -> dict[int, int]:
     streams = _Streams(program, times)
     allocs = np.flatnonzero(kinds == EventKind.ALLOC)
     alloc_host = host[allocs]
-    held: dict[int, int] = {}
+    held = []
     for alloc, release in pairs:
         free_at = streams.passed(alloc, release)
         if free_at <= host[release]:
@@ -70,37 +77,8 @@ def reusable_before(program: Program, times: IssueTimes) -> dict[int, int]:
         if np.searchsorted(allocs, row) > np.searchsorted(
             allocs, release
         ):  # something is allocated meanwhile
-            held[release] = row
+            held.append(HeldBlock(alloc, release, row))
     return held
-
-
-def held_back_bytes(program: Program, times: IssueTimes) -> int:
-    """By how much blocks in use and blocks held back together peak above blocks in use."""
-    events = program.events
-    held = reusable_before(program, times)
-    if not held:
-        return 0
-    kinds = events["kind"]
-    allocs = kinds == EventKind.ALLOC
-    ids = [*(a.id for a in program.initial), *events["ref"][allocs].tolist()]
-    requested = [*(a.nbytes for a in program.initial), *events["value"][allocs].tolist()]
-    block_of = dict(zip(ids, block_bytes(np.array(requested)).tolist(), strict=True))
-    delta = np.zeros(len(events) + 1, np.int64)
-    moved = np.zeros(len(events) + 1, np.int64)
-    for row, ref, is_alloc in zip(*_memory_events(events), strict=True):
-        size = block_of.get(ref, 0)
-        delta[row] = size if is_alloc else -size
-        if row in held:
-            moved[row] += size  # not yet
-            moved[held[row] - 1] -= size  # just before the allocation
-    in_use = np.cumsum(delta)
-    return int(np.cumsum(delta + moved).max() - in_use.max())
-
-
-def _memory_events(events: np.ndarray) -> tuple[list[int], list[int], list[bool]]:
-    """Rows, allocation ids, and whether they are allocations, of the ALLOC and FREE events."""
-    rows = np.flatnonzero(np.isin(events["kind"], (EventKind.ALLOC, EventKind.FREE)))
-    return rows.tolist(), events["ref"][rows].tolist(), (events["kind"][rows] == EventKind.ALLOC).tolist()
 
 
 class _Streams:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from prism_plugins.program import memory_release
-from prism_plugins.program.memory_release import (
-    IssueTimes,
-    held_back_bytes,
-    host_with_queue,
-    reusable_before,
-)
+from prism_plugins.program.memory import held_back_bytes
+from prism_plugins.program.memory_release import IssueTimes, held_blocks, host_with_queue
 from prism_plugins.program.model import (
     EVENT_DTYPE,
     CommSignature,
@@ -65,16 +61,16 @@ def gradients(flags, side_end):
 
 def test_a_block_waits_for_the_stream_that_uses_it():
     program, times = gradients(EventFlag.OTHER_STREAM, side_end=7)
-    assert reusable_before(program, times) == {3: 6}  # free again when block 4 is asked for
+    assert held_blocks(program, times) == [(0, 3, 6)]  # free again when block 4 is asked for
     assert held_back_bytes(program, times) == 0  # 64 + 64 + 64 MiB in use at the end
     program, times = gradients(EventFlag.OTHER_STREAM, side_end=20)
-    assert reusable_before(program, times) == {3: len(program.events)}
+    assert held_blocks(program, times) == [(0, 3, len(program.events))]
     assert held_back_bytes(program, times) == 64 * MIB
 
 
 def test_without_another_stream_or_behind_a_fast_one_nothing_is_held_back():
-    assert reusable_before(*gradients(0, side_end=7)) == {}
-    assert reusable_before(*gradients(EventFlag.OTHER_STREAM, side_end=2.5)) == {}
+    assert held_blocks(*gradients(0, side_end=7)) == []
+    assert held_blocks(*gradients(EventFlag.OTHER_STREAM, side_end=2.5)) == []
 
 
 def message(kind, ref, work, host, end):
@@ -95,10 +91,10 @@ def test_a_sent_block_waits_for_the_pairs_stream_only():
         alloc(2, 64, 4),
         alloc(3, 64, 6),
     )
-    assert reusable_before(*timed(*rows, comms=comms, groups=[group])) == {3: 5}
+    assert held_blocks(*timed(*rows, comms=comms, groups=[group])) == [(0, 3, 5)]
     # In one batch both run on the group's stream.
     batch = (rows[0], message("send", 0, 1, 1, end=50), message("recv", 1, 1, 2, end=50), *rows[3:])
-    assert reusable_before(*timed(*batch, comms=comms, groups=[group])) == {3: 6}
+    assert held_blocks(*timed(*batch, comms=comms, groups=[group])) == [(0, 3, 6)]
 
 
 def test_the_host_waits_for_room_in_the_queue(monkeypatch):
