@@ -200,11 +200,16 @@ def _memory(
             program, gpus_per_domain=overhead.gpus_per_domain, nvls_groups=nvls_groups(program, costs)
         )
         outside = overhead.parts(uses, init_communicators=1)
+        taken = sum(outside.values())
         found.append(
             msgspec.structs.replace(
                 memory,
                 outside_torch=outside,
-                device_used_bytes=memory.peak_reserved_bytes + sum(outside.values()),
+                device_used_bytes=memory.peak_reserved_bytes + taken,
+                sliced=tuple(
+                    msgspec.structs.replace(own, device_used_bytes=own.peak_reserved_bytes + taken)
+                    for own in memory.sliced
+                ),
                 capacity_bytes=cluster.gpu.memory_bytes,
             )
         )

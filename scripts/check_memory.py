@@ -111,6 +111,7 @@ def check(job: Job, prediction: dict) -> bool:
     good = True
     for rank, measured in sorted(job.memory.items()):
         predicted = next(m for m in prediction["memory"] if rank in ranks_of(m["ranks"]))
+        predicted |= next((own for own in predicted["sliced"] if own["rank"] == rank), {})
         cells = []
         for _, key, truth, limit in COLUMNS:
             difference = predicted[key] - measured[truth]

@@ -27,7 +27,7 @@ from prism_plugins.program.memory_allocator import AllocatorUse, CachingAllocato
 from prism_plugins.program.memory_device import DeviceOverhead, communicators
 from prism_plugins.program.memory_release import IssueTimes, held_blocks
 from prism_plugins.program.model import EventKind, MemoryCategory, Phase, Program, category_of_flag
-from prism_plugins.program.prediction import ClassMemory, Finding
+from prism_plugins.program.prediction import ClassMemory, Finding, RankMemory
 from prism_plugins.program.slices import SliceReport
 
 GIB = 2**30
@@ -57,7 +57,7 @@ def memory_of_classes(
     nvls_groups: Callable[[Program], Collection[int]] = lambda _: (),
     times_of: Callable[[RankClass], IssueTimes | None] = lambda _: None,
 ) -> tuple[ClassMemory, ...]:
-    """Memory of the ranks of every class: its exemplar, raised to the largest of its variants.
+    """Memory of the ranks of every class: its exemplar, raised to the largest of its variants and sliced ranks.
 
     Where a slice ran the exemplar, its own allocator saw the job from the start: allocated and reserved bytes are
     then the slice's. A class derived from another one's slice is emulated, and corrected by what emulation missed
@@ -95,7 +95,8 @@ def memory_of_classes(
             text,
             _corrected(use, missed.get(c.representative, _NOTHING_MISSED)),
             capacity_bytes,
-            _held_back(c, ledgers.get(c.representative), times_of(c)),
+            held_back_bytes(c.exemplar, times) if (times := times_of(c)) is not None else 0,
+            ledgers,
         )
         for c, text, use in zip(classes, ranks, uses, strict=True)
     )
@@ -105,24 +106,14 @@ def _settings(ledger: SliceReport | None) -> AllocatorSettings:
     return parse_settings(ledger.allocator_conf) if ledger is not None else AllocatorSettings()
 
 
-class HeldBack(NamedTuple):
-    """What it costs that blocks are held back after their release, bytes."""
-
-    peak_bytes: int
-    """By how much ``active`` bytes peak above allocated ones."""
-    reserved_bytes: int
-    """By how much more is reserved."""
-
-
-def _held_back(rank_class: RankClass, ledger: SliceReport | None, times: IssueTimes | None) -> HeldBack:
-    """By the simulated times; reserved bytes are between those of the slice's two ledgers, where nothing is held back and
-    where the GPU is behind as far as it can be, as the peaks of what is held back are."""
-    peak = held_back_bytes(rank_class.exemplar, times) if times is not None else 0
-    if not peak or ledger is None:
-        return HeldBack(peak, 0)
+def _reserved_for_held_back(held_bytes: int, ledger: SliceReport | None) -> int:
+    """By how much more is reserved because that many bytes are held back at most. It is between the slice's two ledgers,
+    where nothing is held back and where the GPU is behind as far as it can be, as the peaks of what is held back are."""
+    if not held_bytes or ledger is None:
+        return 0
     most = ledger.late_peak_active_bytes - ledger.peak_allocated_bytes
     more = max(0, ledger.late_peak_reserved_bytes - ledger.peak_reserved_bytes)
-    return HeldBack(peak, round(more * min(1.0, peak / most)) if most > 0 else 0)
+    return round(more * min(1.0, held_bytes / most)) if most > 0 else 0
 
 
 class _Missed(NamedTuple):
@@ -153,27 +144,52 @@ def _corrected(use: MemoryUse, missed: _Missed) -> MemoryUse:
 
 
 def _class_memory(
-    rank_class: RankClass, ranks: str, use: MemoryUse, capacity_bytes: int, held: HeldBack
+    rank_class: RankClass,
+    ranks: str,
+    use: MemoryUse,
+    capacity_bytes: int,
+    held_bytes: int,
+    ledgers: Mapping[int, SliceReport],
 ) -> ClassMemory:
-    """Optimizer shards have nearly equal sizes, and making a variant is dear: the first, the last and the one that is
-    known as the heaviest stand for all."""
-    keys = sorted(rank_class.variants)
+    """The largest of its ranks: sliced ones by their own ledgers. Optimizer shards have nearly equal sizes, and making a
+    variant is dear: the first, the last and the one that is known as the heaviest stand for all that were not sliced."""
+    outside = use.device_used_bytes - use.peak_reserved_bytes
+    sliced = tuple(
+        RankMemory(
+            rank=rank,
+            peak_allocated_bytes=ledger.peak_allocated_bytes,
+            peak_reserved_bytes=(
+                reserved := ledger.peak_reserved_bytes + _reserved_for_held_back(held_bytes, ledger)
+            ),
+            allocated_bytes_end=ledger.allocated_bytes_end,
+            device_used_bytes=reserved + outside,
+        )
+        for rank, ledger in sorted(ledgers.items())
+        if ledger.peak_reserved_bytes and rank in rank_class.ranks
+    )
+    keys = sorted(rank_class.variants.keys() - ledgers.keys())
     looked_at = {*keys[:1], *keys[-1:], rank_class.heaviest} & {*keys}
     base = int(allocated_curve(rank_class.exemplar).max(initial=0)) if keys else 0
     peaks = [int(allocated_curve(rank_class.variants[key]).max(initial=0)) for key in looked_at]
     extra = max(0, max(peaks, default=0) - base)
+    reserved = use.peak_reserved_bytes + extra
+    reserved += _reserved_for_held_back(held_bytes, ledgers.get(rank_class.representative))
+    reserved = max(reserved, *(s.peak_reserved_bytes for s in sliced), 0)
     return ClassMemory(
         ranks=ranks,
         name=rank_class.name,
-        peak_allocated_bytes=use.peak_allocated_bytes + extra,
-        peak_reserved_bytes=use.peak_reserved_bytes + extra + held.reserved_bytes,
-        allocated_bytes_end=use.allocated_bytes_end,
-        device_used_bytes=use.device_used_bytes + extra + held.reserved_bytes,
-        held_back_bytes=held.peak_bytes,
+        peak_allocated_bytes=max(
+            use.peak_allocated_bytes + extra, *(s.peak_allocated_bytes for s in sliced), 0
+        ),
+        peak_reserved_bytes=reserved,
+        allocated_bytes_end=max(use.allocated_bytes_end, *(s.allocated_bytes_end for s in sliced), 0),
+        device_used_bytes=reserved + outside,
+        held_back_bytes=held_bytes,
         capacity_bytes=capacity_bytes,
         peak_phase=use.peak_phase,
         by_category=use.by_category,
         outside_torch=use.outside_torch,
+        sliced=sliced,
     )
 
 

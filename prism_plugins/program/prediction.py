@@ -8,8 +8,18 @@ from prism_plugins.program.model import SCHEMA
 from prism_plugins.program.replay import ReplaySummary
 
 
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a rank that was sliced, by its own ledger; fields as in :class:`ClassMemory`."""
+
+    rank: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    allocated_bytes_end: int
+    device_used_bytes: int
+
+
 class ClassMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of the ranks of one class over a steady iteration, bytes."""
+    """Memory of the ranks of one class over a steady iteration, bytes: of the rank that has most."""
 
     ranks: str
     """Compact list, e.g. ``0-7,64-71``."""
@@ -32,6 +42,8 @@ class ClassMemory(msgspec.Struct, frozen=True, kw_only=True):
     outside_torch: dict[str, int] = {}
     """What the device holds beside the allocator: ``cuda_context``, ``libraries``, ``nccl`` (once per process) and
     ``nccl <group>`` for each communicator. With ``peak_reserved_bytes`` they sum to ``device_used_bytes``."""
+    sliced: tuple[RankMemory, ...] = ()
+    """Ranks of the class with a ledger of their own."""
 
 
 class CommunicatorStart(msgspec.Struct, frozen=True, kw_only=True):

@@ -334,6 +334,34 @@ def test_blocks_that_other_streams_use_are_held_back_by_the_simulated_lag(lag_ns
     assert memory.peak_reserved_bytes == memory.device_used_bytes == reserved_mib * MIB
 
 
+def test_sliced_ranks_of_a_class_count_by_their_own_ledgers():
+    def report(rank, allocated, reserved):
+        return SliceReport(
+            rank=rank, status="ok", peak_allocated_bytes=allocated * MIB, peak_reserved_bytes=reserved * MIB,
+            allocated_bytes_end=rank * MIB,
+        )  # fmt: skip
+
+    other = program([alloc(1, 64 * MIB), free(1)])
+    held = rank_class(program([alloc(1, 32 * MIB), free(1)]), variants={1: other}, variant_of={1: 1})
+    ledgers = {0: report(0, 33, 50), 1: report(1, 31, 70)}
+    (memory,) = memory_of_classes(
+        [held],
+        ranks=["0-1"],
+        capacity_bytes=GIB,
+        ledgers=ledgers,
+        overhead=DeviceOverhead(context_bytes=MIB, libraries_bytes=0),
+    )
+    # Rank 1 is known: its variant does not raise the class. Each figure is that of the rank that has most.
+    assert (memory.peak_allocated_bytes, memory.peak_reserved_bytes) == (33 * MIB, 70 * MIB)
+    assert (memory.allocated_bytes_end, memory.device_used_bytes) == (MIB, 71 * MIB)
+    assert [
+        (s.rank, s.peak_allocated_bytes, s.peak_reserved_bytes, s.device_used_bytes) for s in memory.sliced
+    ] == [
+        (0, 33 * MIB, 50 * MIB, 51 * MIB),
+        (1, 31 * MIB, 70 * MIB, 71 * MIB),
+    ]
+
+
 def test_derived_classes_inherit_what_emulation_missed_in_their_source():
     sliced = rank_class(program([alloc(1, 32 * MIB), free(1)]))
     derived = rank_class(program([alloc(1, 40 * MIB), free(1)]))
