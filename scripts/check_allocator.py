@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Play traces of allocations through torch's caching allocator on a real GPU, and through the ledger's, under several settings.
+"""Play traces of allocations through torch's caching allocator and through the ledger's, under several settings.
 
     python scripts/check_allocator.py --record FILE [--trace NAME=RUN/slices/0/program.npz …]   # on a GPU: truth
-    python scripts/check_allocator.py [FILE]                                                   # anywhere: compare
+    python scripts/check_allocator.py --record FILE --without-gpu …    # in a CUDA build of torch: its allocator, no GPU
+    python scripts/check_allocator.py [FILE]                           # in a CPU build: compare
 
 Truth is allocated and reserved bytes after every step, read from ``torch.cuda.memory_stats``. Each setting of
 ``PYTORCH_ALLOC_CONF`` runs in a process of its own, on random traces (made here from a seed) and on those of emulated
@@ -20,10 +21,13 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 MIB = 2**20
-DATA = Path(__file__).parent.parent / "tests" / "data" / "allocator_h200.json"
+DATA = Path(__file__).parent.parent / "tests" / "data" / "allocator_torch211.json"
+TOTAL_BYTES = 150109945856
+"""Of an H200, as CUDA reports it."""
 SETTINGS: tuple[tuple[str, int], ...] = (
     ("", 0),
     ("", 3072),
@@ -89,32 +93,31 @@ def program_trace(path: str) -> list[tuple[int, int]]:
     return steps
 
 
-def record(path: Path, traces: dict[str, list[tuple[int, int]]]) -> None:
-    """Play every trace under every setting on the GPU; write what torch counted."""
+def record(path: Path, traces: dict[str, list[tuple[int, int]]], *, virtual: bool) -> None:
+    """Play every trace under every setting; write what torch counted."""
     import torch
 
-    results = []
     with tempfile.TemporaryDirectory() as scratch:
         given = Path(scratch) / "traces.json"
         given.write_text(json.dumps(traces))
+        results = []
         for conf, limit in SETTINGS:
             for name in traces:
                 if limit and not name.startswith("random"):
                     continue
-                env = os.environ | {"PYTORCH_ALLOC_CONF": conf, "PYTORCH_CUDA_ALLOC_CONF": conf}
-                command = [sys.executable, __file__, "--worker", str(given), name, str(limit)]
-                done = subprocess.run(command, env=env, capture_output=True, text=True)
-                if done.returncode:
-                    sys.exit(f"{conf} {name}: {done.stderr[-2000:]}")
-                results.append({"conf": conf, "limit_mib": limit, "trace": name, **json.loads(done.stdout)})
-                print(conf or "default", limit, name, done.stdout[-120:].strip(), flush=True)
+                found = play_elsewhere(given, name, conf, limit, virtual=virtual)
+                results.append({"conf": conf, "limit_mib": limit, "trace": name, **found})
+                print(conf or "default", limit, name, found["steps"], "steps", flush=True)
+    total = TOTAL_BYTES if virtual else torch.cuda.get_device_properties(0).total_memory
     path.write_text(
         json.dumps(
             {
-                "gpu": torch.cuda.get_device_name(0),
-                "total_bytes": torch.cuda.get_device_properties(0).total_memory,
+                "gpu": "none: torch's allocator on the virtual CUDA runtime"
+                if virtual
+                else torch.cuda.get_device_name(0),
+                "total_bytes": total,
                 "torch": torch.__version__,
-                "source": "scripts/check_allocator.py --record",
+                "source": "scripts/check_allocator.py --record" + (" --without-gpu" if virtual else ""),
                 "programs": {name: steps for name, steps in traces.items() if not name.startswith("random")},
                 "results": results,
             }
@@ -122,9 +125,78 @@ def record(path: Path, traces: dict[str, list[tuple[int, int]]]) -> None:
     )
 
 
-def worker(given: str, name: str, limit: str) -> None:
-    """Play one trace on the GPU; print what torch counted."""
-    print(json.dumps(play(json.loads(Path(given).read_text())[name], int(limit))))
+def play_elsewhere(given: Path, name: str, conf: str, limit_mib: int, *, virtual: bool) -> dict:
+    """Play a trace of a file in a process of its own, on the virtual device or on this machine's GPU."""
+    env = os.environ | {"PYTORCH_ALLOC_CONF": conf, "PYTORCH_CUDA_ALLOC_CONF": conf}
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        str(given),
+        name,
+        str(limit_mib),
+        "virtual" if virtual else "gpu",
+    ]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{conf} {name}: {done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def worker(given: str, name: str, limit: str, device: str) -> None:
+    """Play one trace; print what torch counted."""
+    if device == "virtual":
+        load_virtual_device()
+    print(json.dumps(play(json.loads(Path(given).read_text())[name], int(limit))), flush=True)
+    os._exit(0)  # autograd's threads must not be unwound by the interpreter's exit
+
+
+def ledger_worker() -> None:
+    """Play the traces of standard input on the virtual device of a CPU build of torch; print what each gives."""
+    load_virtual_device()
+    import torch
+
+    from prism_plugins.device.memory import configure_allocator
+    from prism_plugins.program.allocator_settings import parse_settings
+
+    for job in map(json.loads, sys.stdin):
+        configure_allocator(parse_settings(job["conf"]))
+        print(json.dumps(play(job["steps"], job["limit_mib"])), flush=True)
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_accumulated_memory_stats()
+        if torch.cuda.memory_reserved():
+            raise RuntimeError("blocks are left of the last trace")
+    os._exit(0)
+
+
+def play_on_ledger(jobs: list[dict]) -> list[dict]:
+    """What the slices' ledger counts for each ``{"conf", "limit_mib", "steps"}``, in one process."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--ledger"],
+        input="\n".join(map(json.dumps, jobs)), capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def load_virtual_device() -> None:
+    """Give this process the virtual device of a slice, with the memory of an H200."""
+    from types import SimpleNamespace
+
+    import msgspec
+
+    from prism_plugins.costs.cluster import load_cluster
+    from prism_plugins.device.load import install_torch_cuda, load_device
+    from prism_plugins.program.slices import SliceSpec
+
+    gpu = msgspec.structs.replace(load_cluster("dgx-h200").gpu_facts(), memory_bytes=TOTAL_BYTES)
+    spec = SliceSpec(rank=0, world_size=8, gpus_per_node=8, argv=(), gpu=gpu, slice_dir=".")
+    load_device(spec)
+    import torch  # noqa: F401
+
+    install_torch_cuda(SimpleNamespace(spec=spec, on_import=lambda *a: None, assume=print))
 
 
 def play(steps: list[tuple[int, int]], limit_mib: int) -> dict:
@@ -159,28 +231,6 @@ def play(steps: list[tuple[int, int]], limit_mib: int) -> dict:
     return seen.result() | {key: stats[key] for key in keys}
 
 
-def virtual_worker(file: str) -> None:
-    """Play the trace of the result whose index is on standard input on the virtual device; print what it counts."""
-    from types import SimpleNamespace
-
-    import msgspec
-
-    from prism_plugins.costs.cluster import load_cluster
-    from prism_plugins.device.load import install_torch_cuda, load_device
-    from prism_plugins.program.slices import SliceSpec
-
-    data = json.loads(Path(file).read_text())
-    gpu = msgspec.structs.replace(load_cluster("dgx-h200").gpu_facts(), memory_bytes=data["total_bytes"])
-    spec = SliceSpec(rank=0, world_size=8, gpus_per_node=8, argv=(), gpu=gpu, slice_dir=".")
-    load_device(spec)
-    import torch  # noqa: F401
-
-    install_torch_cuda(SimpleNamespace(spec=spec, on_import=lambda *a: None, assume=print))
-    result = data["results"][int(sys.stdin.read())]
-    print(json.dumps(play(trace_named(data, result["trace"]), result["limit_mib"])), flush=True)
-    os._exit(0)  # autograd's threads must not be unwound by the interpreter's exit
-
-
 def trace_named(data: dict, name: str) -> list[tuple[int, int]]:
     """A trace of a file of results."""
     return (
@@ -206,27 +256,33 @@ def ledger(steps: list[tuple[int, int]], conf: str) -> dict:
     return seen.result()
 
 
-def compare(path: Path) -> int:
-    """Compare every result of a file with both ledgers; 1 on a difference."""
+def compare(path: Path, *, wanted: Callable[[dict], bool] = lambda _: True) -> list[str]:
+    """Compare the wanted results of a file with both ledgers; a line for each, and whether it is equal at its end."""
     data = json.loads(path.read_text())
-    differences = 0
-    for index, truth in enumerate(data["results"]):
-        env = os.environ | {"PYTORCH_ALLOC_CONF": truth["conf"], "PYTORCH_CUDA_ALLOC_CONF": truth["conf"]}
-        command = [sys.executable, __file__, "--virtual", str(path)]
-        done = subprocess.run(command, env=env, input=str(index), capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(done.stderr[-3000:])
-        found = {"slices": json.loads(done.stdout.splitlines()[-1])}
+    results = [truth for truth in data["results"] if wanted(truth)]
+    jobs = [
+        {key: truth[key] for key in ("conf", "limit_mib")} | {"steps": trace_named(data, truth["trace"])}
+        for truth in results
+    ]
+    lines = []
+    for truth, job, slices in zip(results, jobs, play_on_ledger(jobs), strict=True):
+        found = {"slices": slices}
         if not truth["limit_mib"]:
-            found["later stages"] = ledger(trace_named(data, truth["trace"]), truth["conf"])
+            found["later stages"] = ledger(job["steps"], truth["conf"])
         for where, mine in found.items():
-            wrong = [key for key, value in mine.items() if json.loads(json.dumps(value)) != truth[key]]
-            differences += bool(wrong)
-            told = ", ".join(f"{key} {_first_difference(mine[key], truth[key])}" for key in wrong) or "equal"
+            told = ", ".join(
+                f"{key} {_first_difference(mine[key], truth[key])}" for key in differing(mine, truth)
+            )
             limit = f", {truth['limit_mib']} MiB" if truth["limit_mib"] else ""
-            print(f"{truth['conf'] or 'defaults'}{limit}, {truth['trace']}, {where}: {told}", flush=True)
-    print(f"{differences} differences")
-    return 1 if differences else 0
+            lines.append(
+                f"{truth['conf'] or 'defaults'}{limit}, {truth['trace']}, {where}: {told or 'equal'}"
+            )
+    return lines
+
+
+def differing(mine: dict, truth: dict) -> list[str]:
+    """Keys of ``mine`` in which both differ."""
+    return [key for key, value in mine.items() if json.loads(json.dumps(value)) != truth[key]]
 
 
 def _first_difference(mine: object, truth: object) -> str:
@@ -270,14 +326,18 @@ def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
         worker(*sys.argv[2:])
         return 0
-    if sys.argv[1:2] == ["--virtual"]:
-        virtual_worker(sys.argv[2])
-        return 0
+    if sys.argv[1:2] == ["--ledger"]:
+        ledger_worker()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", nargs="?", type=Path, default=DATA)
     parser.add_argument("--record", action="store_true", help="play on this machine's GPU and write the file")
+    parser.add_argument(
+        "--without-gpu",
+        action="store_true",
+        help="with --record: in a CUDA build of torch, on the virtual runtime",
+    )
     parser.add_argument(
         "--trace", action="append", default=[], metavar="NAME=PROGRAM", help="program of a slice"
     )
@@ -285,9 +345,12 @@ def main() -> int:
     if args.record:
         traces = {f"random{seed}": random_trace(seed) for seed in range(3)}
         traces |= {name: program_trace(path) for name, _, path in (t.partition("=") for t in args.trace)}
-        record(args.file, traces)
+        record(args.file, traces, virtual=args.without_gpu)
         return 0
-    return compare(args.file)
+    lines = compare(args.file)
+    different = [line for line in lines if not line.endswith(": equal")]
+    print("\n".join(lines), f"{len(different)} of {len(lines)} differ", sep="\n")
+    return 1 if different else 0
 
 
 if __name__ == "__main__":
