@@ -148,7 +148,8 @@ def _case(entry: dict[str, Any]) -> Case:
     if "--overlap-param-gather-with-optimizer-step" in given:
         args += ("--ckpt-format", "torch")  # the only one that Megatron allows with it
     if arch in WORD_PIECES:
-        args += ("--tokenizer-type", WORD_PIECES[arch][0])
+        # The other tokenizers of this name ask Hugging Face for theirs.
+        args += ("--legacy-tokenizer", "--tokenizer-type", WORD_PIECES[arch][0])
     else:
         # The null tokenizer adds one token; a smaller vocabulary is padded to the same size.
         vocabulary = model.get("padded_vocab") or 50304
