@@ -193,6 +193,11 @@ def make_data(kind: str, folder: Path) -> list[str]:
     return ["--data-path", str(folder / "text"), "--vocab-file", str(folder / "vocab.txt")]
 
 
+def python_path(first: Path) -> dict[str, str]:
+    """The variable under which Python looks for a checkout before anything else."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH"))))}
+
+
 def arguments(case: Case, out: Path) -> list[str]:
     """The arguments of a case, with the data it needs written beside its run directory."""
     return [*case.args, *(make_data(case.data, out.with_name(f"{out.name}-data")) if case.data else ())]
@@ -205,7 +210,7 @@ def emulate(case: Case, *, megatron: Path, out: Path) -> Result:
     job = Job(options=options, run_as="script", argv=(str(megatron / case.script), *arguments(case, out)))
     cluster = load_cluster(options.cluster)
     previous = dict(os.environ)
-    os.environ.update(case.env | {"PYTHONPATH": str(megatron)})
+    os.environ.update(case.env | python_path(megatron))
     try:
         with Progress(quiet=True) as progress, SlicePool(1, lambda line, is_error: None) as pool:
             runner = SliceRunner(
@@ -238,7 +243,7 @@ def launch(case: Case, *, megatron: Path, out: Path) -> Result:
         *("--prism-emulate", "--prism-world-size", str(case.num_gpus), "--prism-ranks", str(case.num_gpus - 1)),
         *("--prism-out", str(out)),
     ]  # fmt: skip
-    environment = os.environ | case.env | {"PYTHONPATH": str(megatron)}
+    environment = os.environ | case.env | python_path(megatron)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         lines = [

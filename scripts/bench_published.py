@@ -212,7 +212,8 @@ def predict(case: dict, args: argparse.Namespace) -> dict | None:
         *megatron_args(case, implementation), "--prism-emulate", f"--prism-world-size={case['num_gpus']}",
         f"--prism-cluster={cluster}", f"--prism-out={out}", *args.prism_args.split(),
     ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": str(args.megatron), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    path = os.pathsep.join(filter(None, (str(args.megatron), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if (out / "prediction.json").exists():
         return json.loads((out / "prediction.json").read_text())
     out.parent.mkdir(parents=True, exist_ok=True)
