@@ -74,11 +74,12 @@ def predict_memory(
     """Memory of every class; that of sliced ones by their slice's own ledger."""
 
     def times_of(rank_class: RankClass) -> IssueTimes | None:
-        if timeline is None:
+        usual = next((rank for rank in rank_class.ranks.tolist() if rank not in rank_class.variant_of), None)
+        if timeline is None or usual is None:
             return None
         from prism_plugins.simulate.engine import op_times
 
-        times = op_times(programs, costs, timeline, rank_class.exemplar.rank)
+        times = op_times(programs, costs, timeline, usual)
         return IssueTimes(times.host_ns, times.start_ns, times.end_ns)
 
     return memory_of_classes(
