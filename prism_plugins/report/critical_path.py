@@ -147,6 +147,9 @@ class _Walk:
         self.parts: list[tuple[int, float, float, str, str]] = []
         self.families: dict[str, float] = {}
         self._dims: dict[tuple[int, ...], str] = {}
+        self._class_of_rank = np.empty(self.view.job.layout.world_size, np.int64)
+        for index, cls in enumerate(self.view.job.classes):
+            self._class_of_rank[cls.ranks] = index
 
     def rank(self, rank: int) -> _Rank:
         if rank not in self.ranks:
@@ -239,7 +242,7 @@ class _Walk:
         for member in members:
             if member == rank:
                 continue
-            index = job.class_of(member)
+            index = int(self._class_of_rank[member])
             seen.setdefault((index, job.classes[index].variant_of.get(member, -1)), member)
         return list(seen.values())[:_MAX_PEERS]
 

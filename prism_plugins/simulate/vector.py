@@ -273,7 +273,9 @@ class _Run:
         for vector, members, at in self.come.pop(slot):
             came = latest[members.instance]
             with np.errstate(invalid="ignore"):
-                wait = np.nan_to_num(came - at, nan=0.0, posinf=0.0)
+                wait = came - at
+            if self.failure is not None:  # nobody waits for who never comes
+                wait[~np.isfinite(wait)] = 0.0
             self.waited[vector.ranks] += wait
             np.add.at(waits, members.instance, wait)
             is_last = at >= came
