@@ -107,11 +107,9 @@ def _megatron_lm(rng: random.Random, *, te: bool) -> Job:
         layers = (pp - 1) * 2 + 1
         job.add(rng.choice(("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")), 1)
     job.add("--num-layers", layers)
-    job.add(
-        "--micro-batch-size", micro := rng.choice((1, 1, 2)), "--global-batch-size", 0
-    )  # the batch is set below
+    micro = rng.choice((1, 1, 2))
     microbatches = pp * rng.choice((1, 2)) if rng.random() < 0.6 else rng.choice((1, 2, 3, 5))
-    job.args[-1] = str(dp * micro * microbatches)
+    job.add("--micro-batch-size", micro, "--global-batch-size", dp * micro * microbatches)
     if rng.random() < 0.55:
         job.add("--use-distributed-optimizer")
         if rng.random() < 0.5:
