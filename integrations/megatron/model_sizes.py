@@ -88,11 +88,17 @@ class ModelSizes:
         """Logits, forward and backward."""
         return 6.0 * self.seq * micro_batch * self.hidden * self.vocab
 
-    def layer_params(self, tp: int, ep: int) -> float:
+    def layer_params(self, tp: int, ep: int, etp: int) -> float:
         """Parameters of a layer on a rank, norms, biases and routers left out."""
         attention = 0 if self._latent else self.hidden * (2 * self.attention + 2 * self.kv)
-        mlp = (3 if self.gated else 2) * self.hidden * self.ffn * (self.experts or 1) / ep
-        return (attention + (mlp if self._every else 0)) / tp
+        return attention / tp + self.expert_params(ep, etp) + (0 if self.experts else self._mlp() / tp)
+
+    def expert_params(self, ep: int, etp: int) -> float:
+        """Those of its experts; nothing where only some layers have experts."""
+        return self._mlp() * self.experts / (ep * etp) if self._every else 0.0
+
+    def _mlp(self) -> float:
+        return (3 if self.gated else 2) * self.hidden * self.ffn
 
     def embedding_params(self, tp: int) -> float:
         """Of the embedding, and of the output layer."""

@@ -165,9 +165,9 @@ class MegatronSpace:
             "composed layouts: a rank of each stage is put together from reduced slices (1 and 2 layers, no pipeline); "
             "full recomputation is the forward once more"
         ]
-        if self._model.experts:
+        if self._model.experts and arguments.get("moe_layer_freq", 1) not in (None, 1):
             lines.append(
-                "composed layouts with experts: their gradients are priced on the data-parallel group of the dense layers"
+                "composed layouts: all layers are taken as alike, though only some of them have experts"
             )
         if any(k.name == "cp" and k.values == (1,) for k in self.knobs) and not arguments.get(
             "multi_latent_attention"
@@ -456,6 +456,7 @@ class MegatronSpace:
             world_groups=(_OPTIMIZER_GROUP,) if kind == "distributed" else (),
             overlap_grad=bool(overlap) if told else None,
             overlap_param=bool(overlap) and kind == "distributed" if told else None,
+            expert_share=self._expert_share(p),
             bucket_elements=int(bucket),
             param_dtype=model.dtype,
             tied_embedding=self._tied,
@@ -502,9 +503,11 @@ class MegatronSpace:
             before = before.plus(work[0])
         memory = 0.0
         for s, stage in enumerate(shape.chunks):
-            params = self._params_of(p, stage)
-            shards = layout.dp * layout.cp if shape.sharded_optimizer else 1
-            states = params * (model.param_bytes + model.grad_bytes + model.optimizer_bytes / shards)
+            states = 0.0
+            data = (layout.dp * layout.cp, layout.edp)
+            for params, ranks in zip(self._params_of(p, stage), data, strict=True):
+                shards = ranks if shape.sharded_optimizer else 1
+                states += params * (model.param_bytes + model.grad_bytes + model.optimizer_bytes / shards)
             in_flight = min(
                 m * p["vpp"], (p["pp"] - s) + (p["vpp"] - 1) * p["pp"] if p["vpp"] > 1 else p["pp"] - s
             )
@@ -522,12 +525,17 @@ class MegatronSpace:
             dtype=model.dtype,
         )
 
-    def _params_of(self, p: Mapping[str, Any], stage: tuple[Chunk, ...]) -> float:
-        """Parameters of a rank of a stage."""
-        model = self._model
-        params = sum(n * model.layer_params(p["tp"], p["ep"]) for c in stage for _, n in c.layers)
+    def _expert_share(self, p: Mapping[str, Any]) -> float:
+        total = self._model.layer_params(p["tp"], p["ep"], self._etp(p))
+        return self._model.expert_params(p["ep"], self._etp(p)) / total if self._model.experts else 0.0
+
+    def _params_of(self, p: Mapping[str, Any], stage: tuple[Chunk, ...]) -> tuple[float, float]:
+        """Parameters of a rank of a stage: of dense layers, and of experts."""
+        model, layers = self._model, sum(n for c in stage for _, n in c.layers)
         ends = sum(c.embedding + c.loss for c in stage)
-        return params + model.embedding_params(p["tp"]) * (min(ends, 1) if self._tied else ends)
+        experts = layers * model.expert_params(p["ep"], self._etp(p))
+        params = layers * model.layer_params(p["tp"], p["ep"], self._etp(p)) - experts
+        return params + model.embedding_params(p["tp"]) * (min(ends, 1) if self._tied else ends), experts
 
     def _after(self, p: Mapping[str, Any], shape: Shape, stage: tuple[Chunk, ...]) -> _Work:
         """What a stage has to do when its last micro-batch is done: data-parallel communication that nothing overlaps, and the
@@ -535,7 +543,7 @@ class MegatronSpace:
         model, layout = self._model, shape.layout
         if model.experts:
             return _Work()
-        params, members = self._params_of(p, stage), layout.dp * layout.cp
+        params, members = self._params_of(p, stage)[0], layout.dp * layout.cp
         kind, _, overlap = str(p["optimizer"]).partition("+")
         nbytes = 0.0
         if not overlap and "--overlap-grad-reduce" in self._flags:

@@ -79,6 +79,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Gradients are reduced during backward. None: as the probes do."""
     overlap_param: bool | None
     """Sharded parameters are gathered during forward. None: where gradients are overlapped."""
+    expert_share: float = 0.0
+    """Share of the parameters of a layer on a rank that are experts': they have a data-parallel group of their own."""
     bucket_elements: int
     """Where they are overlapped, gradients and parameters are communicated in buckets of about that many elements."""
     param_dtype: str

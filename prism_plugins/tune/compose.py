@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -91,8 +91,7 @@ class Composer:
         delay = before_forward(
             first, [f[0] for f in stages.forward], list(arrives), from_start=layout.vpp > 1
         )
-        shards = layout.dp * layout.cp if shape.sharded_optimizer else 1
-        optimizer = max(self._optimizer(kinds, stage, shards) for stage in shape.chunks)
+        optimizer = max(self._optimizer(shape, kinds, stage) for stage in shape.chunks)
         rest = max(self._sum(kinds, stage, "rest") for stage in shape.chunks)
         finish = [end + grad for end, grad in zip(ends, grad_ms, strict=True)]
         total = delay + max(finish) + optimizer + max(grads) + rest
@@ -156,8 +155,10 @@ class Composer:
             next(iter(kinds.values())).around(field) if ends or field == "rest" else 0.0
         )
 
-    def _optimizer(self, kinds: Mapping[str, LayerCosts], stage: tuple[Chunk, ...], shards: int) -> float:
-        return self._sum(kinds, stage, "optimizer") / shards
+    def _optimizer(self, shape: Shape, kinds: Mapping[str, LayerCosts], stage: tuple[Chunk, ...]) -> float:
+        """The step takes as long as there are states: those of a rank."""
+        layers = sum(self._chunk(kinds, c, "optimizer", False) for c in stage)
+        return _sharded(shape, layers, self._sum(kinds, stage, "optimizer") - layers)
 
     def _transfer_ms(self, shape: Shape, pair: tuple[int, int]) -> float:
         comm = CommSignature(
@@ -168,22 +169,25 @@ class Composer:
     def _data_parallel(
         self, shape: Shape, kinds: Mapping[str, LayerCosts], stage: int, chunk: Chunk
     ) -> tuple[Buckets, Buckets]:
-        """Gradient reduction and parameter gathering of a chunk."""
-        layout = shape.layout
-        if layout.dp * layout.cp == 1:
-            return NOTHING, NOTHING
-        here = dict.fromkeys(layout.sizes(), 0) | {"pp": stage}
-        ranks = tuple(
-            sorted(
-                layout.rank_of(here | {"dp": d, "cp": c}) for d in range(layout.dp) for c in range(layout.cp)
-            )
-        )
-        gradients = self._state(shape, kinds, (chunk,), MemoryCategory.GRADIENTS)
-        numel = (
-            self._state(shape, kinds, (chunk,), MemoryCategory.PARAMETERS) / DTYPE_BYTES[shape.param_dtype]
-        )
+        """Gradient reduction and parameter gathering of a chunk: those of the dense layers, then those of experts."""
+        layers, ends = self._state(shape, kinds, (chunk,), MemoryCategory.PARAMETERS)
+        gradients = sum(self._state(shape, kinds, (chunk,), MemoryCategory.GRADIENTS))
+        wide = gradients > 1.5 * (layers + ends)
+        size = DTYPE_BYTES[shape.param_dtype]
+        experts = layers * shape.expert_share
+        parts = []
+        for nbytes, expert in ((layers + ends - experts, False), (experts, True)):
+            ranks = _data_ranks(shape, stage, expert=expert)
+            if len(ranks) > 1 and nbytes:
+                parts.append(self._communicated(shape, chunk, nbytes / size, ranks, wide=wide))
+        return tuple(_together(side) for side in zip(*parts, strict=True)) if parts else (NOTHING, NOTHING)  # type: ignore[return-value]
+
+    def _communicated(
+        self, shape: Shape, chunk: Chunk, numel: float, ranks: tuple[int, ...], *, wide: bool
+    ) -> tuple[Buckets, Buckets]:
+        """The same of ``numel`` parameters in one group; ``wide``: gradients are float32."""
         buckets = max(1, round(numel / shape.bucket_elements)) if shape.overlap_grad and chunk.bucketed else 1
-        dtype = "float32" if gradients > 3 * numel else shape.param_dtype
+        dtype = "float32" if wide else shape.param_dtype
         size = int(numel // buckets)
         model = self._costs.interference
 
@@ -210,26 +214,24 @@ class Composer:
 
     def _state(
         self, shape: Shape, kinds: Mapping[str, LayerCosts], stage: tuple[Chunk, ...], category: str
-    ) -> float:
+    ) -> tuple[float, float]:
+        """Bytes of the layers, and of embedding and output layer; not sharded."""
         around = next(iter(kinds.values())).around_state(str(category))
         ends = sum(c.embedding + c.loss for c in stage)
         if shape.tied_embedding:
             ends = min(ends, 1)
         else:
             around /= 2
-        return (
-            sum(n * kinds[kind].layer_state(str(category)) for c in stage for kind, n in c.layers)
-            + around * ends
-        )
+        layers = sum(n * kinds[kind].layer_state(str(category)) for c in stage for kind, n in c.layers)
+        return layers, around * ends
 
     def _memory(self, shape: Shape, kinds: Mapping[str, LayerCosts]) -> int:
         layout, around = shape.layout, next(iter(kinds.values()))
-        shards = layout.dp * layout.cp if shape.sharded_optimizer else 1
         peak = 0.0
         for s, stage in enumerate(shape.chunks):
-            states = self._state(shape, kinds, stage, MemoryCategory.PARAMETERS)
-            states += self._state(shape, kinds, stage, MemoryCategory.GRADIENTS)
-            states += self._state(shape, kinds, stage, MemoryCategory.OPTIMIZER_STATE) / shards
+            states = sum(self._state(shape, kinds, stage, MemoryCategory.PARAMETERS))
+            states += sum(self._state(shape, kinds, stage, MemoryCategory.GRADIENTS))
+            states += _sharded(shape, *self._state(shape, kinds, stage, MemoryCategory.OPTIMIZER_STATE))
             states += around.one.others
             saved = [sum(n * kinds[kind].layer("saved") for kind, n in c.layers) for c in stage]
             received = shape.transfer_elements * DTYPE_BYTES[shape.transfer_dtype] if layout.pp > 1 else 0
@@ -243,14 +245,8 @@ class Composer:
             )
             steps = states + held + temporary
             layers = sum(n for c in stage for _, n in c.layers)
-            optimizer = (
-                states
-                + (
-                    around.around("temporary_optimizer") * any(c.embedding or c.loss for c in stage)
-                    + layers * around.layer("temporary_optimizer")
-                )
-                / shards
-            )
+            at_ends = around.around("temporary_optimizer") * any(c.embedding or c.loss for c in stage)
+            optimizer = states + _sharded(shape, layers * around.layer("temporary_optimizer"), at_ends)
             peak = max(peak, steps, optimizer)
         return int(peak + sum(self._outside(shape, around).values()))
 
@@ -258,11 +254,7 @@ class Composer:
         """Context, libraries and communicators: those of the reduced job, with the layout's members."""
         layout = shape.layout
         here = dict.fromkeys(layout.sizes(), 0)
-        data = tuple(
-            sorted(
-                layout.rank_of(here | {"dp": d, "cp": c}) for d in range(layout.dp) for c in range(layout.cp)
-            )
-        )
+        data = _data_ranks(shape, 0, expert=False)
         model = tuple(
             sorted(
                 layout.rank_of(here | {"tp": t, "pp": s}) for t in range(layout.tp) for s in range(layout.pp)
@@ -276,6 +268,8 @@ class Composer:
                 ranks = everybody
             elif use.name.startswith("DATA_PARALLEL"):
                 ranks = data
+            elif use.name.startswith("EXPERT_DATA_PARALLEL"):
+                ranks = _data_ranks(shape, 0, expert=True)
             elif use.name.startswith("MODEL_PARALLEL"):
                 ranks = model
             uses.append(msgspec.structs.replace(use, ranks=ranks, nvls=use.name in costs.nvls))
@@ -302,6 +296,28 @@ def _with_full(shape: Shape, kinds: Mapping[str, LayerCosts]) -> Mapping[str, La
         return kinds
     received = shape.transfer_elements * DTYPE_BYTES[shape.transfer_dtype]
     return {**kinds, FULL: recomputed(next(iter(kinds.values())), received)}
+
+
+def _data_ranks(shape: Shape, stage: int, *, expert: bool) -> tuple[int, ...]:
+    """The data-parallel group of the first rank of a stage."""
+    layout = shape.layout
+    sizes = layout.sizes(expert=expert)
+    here = dict.fromkeys(sizes, 0) | {"pp": stage}
+    coords = ((d, c) for d in range(sizes["dp"]) for c in range(sizes["cp"]))
+    return tuple(sorted(layout.rank_of(here | {"dp": d, "cp": c}, expert=expert) for d, c in coords))
+
+
+def _sharded(shape: Shape, layers: float, ends: float) -> float:
+    """What a rank has of optimizer states (or of anything that goes with them) of that size."""
+    if not shape.sharded_optimizer:
+        return layers + ends
+    experts, layout = layers * shape.expert_share, shape.layout
+    return (layers + ends - experts) / (layout.dp * layout.cp) + experts / layout.edp
+
+
+def _together(parts: Sequence[Buckets]) -> Buckets:
+    """One after the other: their groups share links."""
+    return Buckets(sum(p.ms for p in parts), sum(p.number for p in parts), max(p.held for p in parts))
 
 
 def in_flight_of(pp: int, vpp: int, stage: int, num_microbatches: int) -> int:
