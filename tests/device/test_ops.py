@@ -280,3 +280,21 @@ def test_an_operator_without_shapes_says_so():
     library.define("no_meta(Tensor x) -> Tensor")
     with pytest.raises(NotImplementedError, match=r"prism_test::no_meta.*Float\[1024, 1024\].*register_fake"):
         torch.ops.prism_test.no_meta(torch.randn(1024, 1024, device="cuda"))
+
+
+def test_what_is_too_large_to_be_kept_is_computed_only_once():
+    """As in the backward of a mean: the gradient is small, expanded, and divided."""
+    from prism_plugins.capture.recorder import get_recorder
+
+    small = torch.full((64, 1), 6.0, device="cuda")
+    large = small.expand(64, 8192)
+    first = large / 3
+    before = get_recorder().stats().num_computed
+    for _ in range(5):
+        again = large / 3
+        assert again.shape == first.shape
+        assert again.dtype == first.dtype
+    assert get_recorder().stats().num_computed == before
+    assert (small / 3)[0].item() == 2.0
+    assert (large[:, :4] / 3)[63, 3].item() == 2.0
+    assert get_recorder().stats().num_computed > before

@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "attention.h"
 #include "blocks.h"
@@ -81,6 +82,39 @@ class ShapeCache {
 ShapeCache& cache() {
   static auto* c = new ShapeCache();
   return *c;
+}
+
+// Calls on real tensors of which nothing is kept: every result is too large to have values (an expanded tensor is real and
+// small, what is computed from it is not). They are computed once, after that only their shapes are told.
+class KeepsNothing {
+ public:
+  bool contains(uint64_t hash) {
+    std::lock_guard<SpinLock> guard(lock_);
+    return hashes_.count(hash) > 0;
+  }
+  void insert(uint64_t hash) {
+    std::lock_guard<SpinLock> guard(lock_);
+    hashes_.insert(hash);
+  }
+
+ private:
+  SpinLock lock_;
+  std::unordered_set<uint64_t> hashes_;
+};
+KeepsNothing& keeps_nothing() {
+  static auto* k = new KeepsNothing();
+  return *k;
+}
+
+bool is_lost(const OpPlan& plan, const Stack& results) {
+  if (plan.random || plan.reads_back || plan.sizes_by_values || results.empty()) return false;
+  for (bool writes : plan.writes)
+    if (writes) return false;
+  for (size_t j = 0; j < results.size(); ++j)
+    if (plan.views_of[j] >= 0 || !results[j].isTensor() || !results[j].toTensor().defined() ||
+        !is_shape_only(results[j].toTensor()))
+      return false;
+  return true;
 }
 
 // Tensors an operator writes: what it returns, and arguments it mutates without returning them.
@@ -445,10 +479,13 @@ void run_op(const OpPlan& plan, Stack* stack) {
   Stack results;
 
   bool real = !inputs.any_shape_only && inputs.first_virtual;
+  uint64_t call = real && keyed ? key.hash() : 0;
+  if (real && keyed && keeps_nothing().contains(call)) real = false;
   if (real && !plan.fused_attention && !plan.no_cpu_kernel && !(inputs.any_synthesized && plan.sizes_by_values)) {
     RealHostScope real_host;
     if (compute(plan, args, inputs, results)) {
       finish(plan, args, results);
+      if (keyed && is_lost(plan, results)) keeps_nothing().insert(call);
       if (plan.reads_back) record_read_back(plan.name, *inputs.first_virtual, inputs.any_synthesized);
       return replace_arguments(stack, n, std::move(results));
     }
