@@ -9,15 +9,8 @@ from typing import Any
 
 import torch
 
-from prism_plugins.integrations.transformer_engine.calls import (
-    Call,
-    assume,
-    empty,
-    empty_like,
-    implements,
-    record,
-    synthesized,
-)
+from prism_plugins.integration.kernels import empty, empty_like, record, synthesized
+from prism_plugins.integrations.transformer_engine.calls import Call, assume, implements
 from prism_plugins.integrations.transformer_engine.quantize import (
     CURRENT,
     DELAYED,

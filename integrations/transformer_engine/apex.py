@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from prism_plugins.integrations.transformer_engine.calls import dtype_name, matrix, record, synthesized
+from prism_plugins.integration.kernels import dtype_name, matrix, record, synthesized
 
 
 def fill_module(module: ModuleType) -> None:

@@ -10,14 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from prism_plugins.integrations.transformer_engine.calls import (
-    Call,
-    assume,
-    empty,
-    implements,
-    record,
-    synthesized,
-)
+from prism_plugins.integration.kernels import empty, record, synthesized
+from prism_plugins.integrations.transformer_engine.calls import Call, assume, implements
 from prism_plugins.integrations.transformer_engine.dtypes import torch_dtype
 from prism_plugins.integrations.transformer_engine.enums import enum_value
 from prism_plugins.integrations.transformer_engine.quantize import (

@@ -7,15 +7,8 @@ kernel that runs, and computes nothing.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
-
-from prism_plugins.capture.recorder import get_recorder, tensor_spec
-from prism_plugins.device.tensors import host_view, is_shape_only, mark_synthesized
-from prism_plugins.program.model import OpSignature, TensorSpec
 
 Implementation = Callable[["Call"], Any]
 
@@ -76,77 +69,3 @@ def bound(name: str, parameters: Sequence[str], implementation: Implementation) 
 
     function.__name__ = function.__qualname__ = name
     return function
-
-
-# --- allocation ---
-
-
-def empty(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """An output or workspace on the current device. Its values, where it has memory, are 1 and count as synthesized."""
-    return synthesized(torch.empty(tuple(shape), dtype=dtype, device="cuda"))
-
-
-def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """:func:`empty` with the shape and dtype of a tensor, contiguous."""
-    return empty(tensor.shape, tensor.dtype)
-
-
-def synthesized(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor after a kernel wrote it that is not computed: finite values where it has memory."""
-    if tensor.numel() and not is_shape_only(tensor):
-        host_view(tensor).fill_(1 if tensor.dtype.is_floating_point else 0)
-        mark_synthesized(tensor)
-    return tensor
-
-
-def zeros(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that the C++ makes by ``at::zeros``: the fill is a kernel of its own."""
-    return torch.zeros(tuple(shape), dtype=dtype, device="cuda")
-
-
-# --- recording ---
-
-
-Operand = torch.Tensor | TensorSpec
-
-
-def record(op: str, inputs: Sequence[Operand], outputs: Sequence[Operand] = (), **scalars: Any) -> None:
-    """Record a device op. Operands are tensors, or the geometry that the kernel sees them with."""
-    recorder = get_recorder()
-    if recorder.recording:
-        recorder.launch(
-            _intern(op, tuple(map(spec, inputs)), tuple(map(spec, outputs)), tuple(scalars.items()))
-        )
-
-
-@functools.lru_cache(maxsize=16384)
-def _intern(
-    op: str,
-    inputs: tuple[TensorSpec, ...],
-    outputs: tuple[TensorSpec, ...],
-    scalars: tuple[tuple[str, Any], ...],
-) -> int:
-    return get_recorder().intern(OpSignature(op=op, inputs=inputs, outputs=outputs, scalars=scalars))
-
-
-def spec(operand: Operand) -> TensorSpec:
-    """The geometry of an operand."""
-    return operand if isinstance(operand, TensorSpec) else tensor_spec(operand)
-
-
-def matrix(rows: int, columns: int, dtype: str, *, transposed: bool = False) -> TensorSpec:
-    """A matrix of (rows, columns) that a kernel reads; ``transposed``: it lies in memory as (columns, rows)."""
-    return TensorSpec(dtype, (rows, columns), (1, rows) if transposed else ())
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` of ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def product(sizes: Iterable[int]) -> int:
-    """Of all sizes."""
-    result = 1
-    for size in sizes:
-        result *= size
-    return result

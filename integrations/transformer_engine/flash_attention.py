@@ -13,13 +13,7 @@ from typing import Any
 
 import torch
 
-from prism_plugins.integrations.transformer_engine.calls import (
-    dtype_name,
-    empty,
-    empty_like,
-    record,
-    synthesized,
-)
+from prism_plugins.integration.kernels import dtype_name, empty, empty_like, record, synthesized
 from prism_plugins.program.model import TensorSpec
 
 VERSION = "2.7.4.post1"

@@ -11,17 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from prism_plugins.integration.kernels import Operand, empty, matrix, product, record, synthesized
 from prism_plugins.integrations.transformer_engine import userbuffers
-from prism_plugins.integrations.transformer_engine.calls import (
-    Call,
-    Operand,
-    empty,
-    implements,
-    matrix,
-    product,
-    record,
-    synthesized,
-)
+from prism_plugins.integrations.transformer_engine.calls import Call, implements
 from prism_plugins.integrations.transformer_engine.dtypes import torch_dtype
 from prism_plugins.integrations.transformer_engine.quantize import (
     DELAYED,

@@ -7,14 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from prism_plugins.integrations.transformer_engine.calls import (
-    Call,
-    empty,
-    implements,
-    record,
-    synthesized,
-    zeros,
-)
+from prism_plugins.integration.kernels import empty, record, synthesized, zeros
+from prism_plugins.integrations.transformer_engine.calls import Call, implements
 
 _CHUNKS_PER_LAUNCH = 320
 """Rows of partial sums (common/multi_tensor/multi_tensor_apply.cuh)."""

@@ -10,14 +10,8 @@ from typing import Any
 
 import torch
 
-from prism_plugins.integrations.transformer_engine.calls import (
-    Call,
-    empty,
-    empty_like,
-    implements,
-    product,
-    record,
-)
+from prism_plugins.integration.kernels import empty, empty_like, product, record
+from prism_plugins.integrations.transformer_engine.calls import Call, implements
 from prism_plugins.integrations.transformer_engine.dtypes import torch_dtype
 from prism_plugins.integrations.transformer_engine.quantize import (
     CURRENT,

@@ -11,14 +11,8 @@ from typing import Any
 import torch
 
 from prism_plugins.errors import PrismError
-from prism_plugins.integrations.transformer_engine.calls import (
-    Call,
-    dtype_name,
-    empty,
-    implements,
-    product,
-    record,
-)
+from prism_plugins.integration.kernels import dtype_name, empty, product, record
+from prism_plugins.integrations.transformer_engine.calls import Call, implements
 from prism_plugins.integrations.transformer_engine.dtypes import fp8_name, torch_dtype
 from prism_plugins.integrations.transformer_engine.enums import enum_value
 from prism_plugins.program.model import TensorSpec

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from prism_plugins.integrations.transformer_engine.calls import Call, empty, empty_like, implements, record
+from prism_plugins.integration.kernels import empty, empty_like, record
+from prism_plugins.integrations.transformer_engine.calls import Call, implements
 
 
 @implements("fused_rope_forward", "fused_rope_backward")

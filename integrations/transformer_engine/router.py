@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from prism_plugins.integrations.transformer_engine.calls import Call, empty, implements, record
+from prism_plugins.integration.kernels import empty, record
+from prism_plugins.integrations.transformer_engine.calls import Call, implements
 
 
 @implements("fused_topk_with_score_function_fwd")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from prism_plugins.integrations.transformer_engine.calls import record, synthesized
+from prism_plugins.integration.kernels import record, synthesized
 from prism_plugins.integrations.transformer_engine.stand_ins import StandIn, stand_in
 
 _NAMES = ("triton", "triton.language", "triton.language.core", "triton.language.standard")

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from prism_plugins.integrations.transformer_engine.calls import Call, empty, product, record
+from prism_plugins.integration.kernels import empty, product, record
+from prism_plugins.integrations.transformer_engine.calls import Call
 
 
 class CommOverlapHelper:
