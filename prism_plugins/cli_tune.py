@@ -21,9 +21,9 @@ from prism_plugins.tune.result import TuneDir, TuneResult
 from prism_plugins.tune.settings import Settings
 
 _DESCRIPTION = """\
-Search over the parallel layouts of a launch. Bounds rule most layouts out, the rest is composed from small slices, the
-best few are emulated in full. The global batch is kept. Run it again with the same --out to go on after Ctrl-C or a budget
-that was over."""
+Search over the parallel layouts of a Megatron launch, or the configurations of a DeepSpeed one. Bounds rule most out,
+the rest is composed from small slices, the best few are emulated in full. The global batch is kept. Run it again with the
+same --out to go on after Ctrl-C or a budget that was over."""
 
 _EPILOG = """\
 examples:
@@ -43,7 +43,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--budget", default="", metavar="TIME", help="end after this long: 90s, 10m, 1h")
     parser.add_argument(
         "--knob", action="append", default=[], metavar="NAME=V[,V…]",
-        help="only these values (tp, cp, ep, pp, vpp, stages, micro_batch, sp, recompute, optimizer); repeatable",
+        help="only these values; repeatable. Megatron: tp, cp, ep, pp, vpp, stages, micro_batch, sp, recompute, optimizer; "
+        "DeepSpeed: zero, micro_batch, offload, bucket, overlap, tp, pp",
     )  # fmt: skip
     parser.add_argument(
         "--emulate",
