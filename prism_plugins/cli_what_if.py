@@ -26,7 +26,8 @@ from prism_plugins.emit.ranks import format_ranks
 from prism_plugins.errors import PrismError
 from prism_plugins.predict import Evidence, device_overhead, nvls_groups, predict, predict_memory
 from prism_plugins.program.job import JobPrograms
-from prism_plugins.program.memory_device import communicators
+from prism_plugins.program.memory import groups_outside
+from prism_plugins.program.memory_device import communicators, with_groups_outside
 from prism_plugins.program.prediction import ClassMemory, Prediction
 from prism_plugins.program.slices import SliceReport
 from prism_plugins.rundir import RunDir
@@ -196,8 +197,11 @@ def _memory(
     found = []
     for rank_class in job.classes:
         memory, program = kept[format_ranks(rank_class.ranks)], rank_class.exemplar
-        uses = communicators(
-            program, gpus_per_domain=overhead.gpus_per_domain, nvls_groups=nvls_groups(program, costs)
+        uses = with_groups_outside(
+            communicators(
+                program, gpus_per_domain=overhead.gpus_per_domain, nvls_groups=nvls_groups(program, costs)
+            ),
+            groups_outside(rank_class, reports),
         )
         outside = overhead.parts(uses, init_communicators=1)
         taken = sum(outside.values())

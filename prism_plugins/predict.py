@@ -16,8 +16,8 @@ from prism_plugins.emit.ranks import format_ranks, join_ranks
 from prism_plugins.options import Options
 from prism_plugins.program.host_memory import host_memory_findings, host_memory_of_node
 from prism_plugins.program.job import JobPrograms, RankClass
-from prism_plugins.program.memory import memory_findings, memory_of_classes
-from prism_plugins.program.memory_device import DeviceOverhead, communicators
+from prism_plugins.program.memory import groups_outside, memory_findings, memory_of_classes
+from prism_plugins.program.memory_device import DeviceOverhead, communicators, with_groups_outside
 from prism_plugins.program.memory_release import IssueTimes
 from prism_plugins.program.model import Program
 from prism_plugins.program.prediction import (
@@ -94,12 +94,18 @@ def predict_memory(
 
 
 def communicator_start_of(
-    classes: Sequence[RankClass], cluster: Cluster, memory: Sequence[ClassMemory]
+    classes: Sequence[RankClass],
+    cluster: Cluster,
+    memory: Sequence[ClassMemory],
+    reports: Mapping[int, SliceReport],
 ) -> CommunicatorStart | None:
     """The class that takes longest to open its communicators; of equal ones the first."""
     starts = []
     for rank_class, held in zip(classes, memory, strict=True):
-        uses = communicators(rank_class.exemplar, gpus_per_domain=cluster.gpus_per_domain)
+        uses = with_groups_outside(
+            communicators(rank_class.exemplar, gpus_per_domain=cluster.gpus_per_domain),
+            groups_outside(rank_class, reports),
+        )
         nbytes = sum(size for name, size in held.outside_torch.items() if name.startswith("nccl"))
         if uses:
             starts.append(communicator_start(uses, num_bytes=nbytes, ranks=held.ranks))
@@ -161,7 +167,9 @@ def predict(evidence: Evidence) -> Prediction:
         breakdown_ms=timeline.breakdown[timeline.slowest_class] if timeline is not None else _NO_TIME,
         slowest_rank=timeline.slowest_rank if timeline is not None else -1,
         memory=evidence.memory,
-        communicators=communicator_start_of(evidence.programs.classes, evidence.cluster, evidence.memory),
+        communicators=communicator_start_of(
+            evidence.programs.classes, evidence.cluster, evidence.memory, evidence.reports
+        ),
         host_memory=host,
         slices=tuple(_slice(rank, report) for rank, report in sorted(evidence.reports.items())),
         classes=_classes(evidence),

@@ -132,6 +132,7 @@ class Slice:
                 late_peak_reserved_bytes=stats.late_peak_reserved_bytes,
                 allocator_conf=conf_of(os.environ),
                 startup=context.recorder.startup.result(recorded.groups),
+                groups_outside=context.recorder.groups_outside(),
                 timers=timers_of_events(context.iteration_timers, recorded.events),
                 gradient_buckets=tuple(context.iteration_buckets),
                 host_pageable_bytes=stats.host.pageable_peak,

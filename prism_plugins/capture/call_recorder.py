@@ -8,6 +8,9 @@ from typing import Any
 from prism_plugins.capture.startup import StartupLog
 from prism_plugins.program.model import CommSignature, EventFlag, EventKind, GroupInfo, Phase
 
+MAX_GROUP = 4096
+"""Larger groups are left out of reports: their lists of ranks would be most of them."""
+
 
 class CallRecorder:
     """Base of the recorders; each gives ``_add(kind, ref, value, flags)`` and sets ``_starting`` to False in ``start``."""
@@ -20,6 +23,7 @@ class CallRecorder:
         self._comms: dict[CommSignature, int] = {}
         self._groups: dict[GroupInfo, int] = {}
         self._phases: dict[Phase, int] = {}
+        self._used_outside: set[int] = set()
         self._open_phase = -1
         self._works = itertools.count(1)
 
@@ -36,11 +40,19 @@ class CallRecorder:
         if self.recording:
             index = self._comms.setdefault(signature, len(self._comms))
             self._add(EventKind.COMM, index, work, EventFlag.ASYNC if is_async else 0)
-        elif self._starting:
+            return
+        self._used_outside.add(signature.group)
+        if self._starting:
             self.startup.call(signature)
 
     def message(self, tensor: Any) -> None:
         """A send or receive uses this tensor's memory."""
+
+    def groups_outside(self) -> tuple[GroupInfo, ...]:
+        """Groups of at most :data:`MAX_GROUP` ranks that were used outside of iterations: at start-up, or between them."""
+        groups = list(self._groups)
+        used = (groups[i] for i in sorted(self._used_outside))
+        return tuple(group for group in used if len(group.ranks) <= MAX_GROUP)
 
     def group_made(self, ranks: tuple[int, ...], desc: str, site: str) -> None:
         """The script made a process group, of which this rank may be a member."""

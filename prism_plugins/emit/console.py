@@ -252,6 +252,8 @@ def _memory(p: Prediction) -> RenderableType:
         if value:
             add(f"  {name.replace('_', ' ')}", value)
     add("peak reserved", worst.peak_reserved_bytes)
+    if worst.held_back_bytes:
+        add("  held back for other streams", worst.held_back_bytes)
     add("outside torch", worst.device_used_bytes - worst.peak_reserved_bytes)
     for name, value in _outside_torch(worst):
         add(f"  {name}", value)

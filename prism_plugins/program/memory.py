@@ -24,9 +24,16 @@ import numpy as np
 from prism_plugins.program.allocator_settings import AllocatorSettings, parse_settings
 from prism_plugins.program.job import RankClass
 from prism_plugins.program.memory_allocator import AllocatorUse, CachingAllocator, block_bytes
-from prism_plugins.program.memory_device import DeviceOverhead, communicators
+from prism_plugins.program.memory_device import DeviceOverhead, communicators, with_groups_outside
 from prism_plugins.program.memory_release import IssueTimes, held_blocks
-from prism_plugins.program.model import EventKind, MemoryCategory, Phase, Program, category_of_flag
+from prism_plugins.program.model import (
+    EventKind,
+    GroupInfo,
+    MemoryCategory,
+    Phase,
+    Program,
+    category_of_flag,
+)
 from prism_plugins.program.prediction import ClassMemory, Finding, RankMemory
 from prism_plugins.program.slices import SliceReport
 
@@ -81,6 +88,7 @@ def memory_of_classes(
             init_communicators=init_communicators,
             nvls_groups=nvls_groups(c.exemplar),
             settings=_settings(ledgers.get(c.representative)),
+            groups_outside=groups_outside(c, ledgers),
         )
         for c in classes
     ]
@@ -100,6 +108,12 @@ def memory_of_classes(
         )
         for c, text, use in zip(classes, ranks, uses, strict=True)
     )
+
+
+def groups_outside(rank_class: RankClass, ledgers: Mapping[int, SliceReport]) -> tuple[GroupInfo, ...]:
+    """Groups that the class's exemplar used outside of iterations; nothing where it was not sliced itself."""
+    ledger = ledgers.get(rank_class.exemplar.rank)
+    return ledger.groups_outside if ledger is not None else ()
 
 
 def _settings(ledger: SliceReport | None) -> AllocatorSettings:
@@ -200,6 +214,7 @@ def memory_of_program(
     init_communicators: int = 1,
     nvls_groups: Collection[int] = (),
     settings: AllocatorSettings | None = None,
+    groups_outside: Iterable[GroupInfo] = (),
     passes: int = 2,
 ) -> MemoryUse:
     """Memory of one program over a steady iteration: the last of ``passes`` in a row, starting from an allocator
@@ -207,7 +222,10 @@ def memory_of_program(
     overhead = overhead or DeviceOverhead()
     rows, steady = _emulate(program, passes=passes, settings=settings or AllocatorSettings())
     peak_row = int(rows[steady.peak_index]) if len(rows) else -1
-    uses = communicators(program, gpus_per_domain=overhead.gpus_per_domain, nvls_groups=nvls_groups)
+    uses = with_groups_outside(
+        communicators(program, gpus_per_domain=overhead.gpus_per_domain, nvls_groups=nvls_groups),
+        groups_outside,
+    )
     outside = overhead.parts(uses, init_communicators=init_communicators)
     return MemoryUse(
         peak_allocated_bytes=steady.peak_allocated_bytes,

@@ -42,7 +42,7 @@ from collections.abc import Collection, Iterable
 import msgspec
 import numpy as np
 
-from prism_plugins.program.model import EventKind, Program
+from prism_plugins.program.model import EventKind, GroupInfo, Program
 
 MIB = 2**20
 NET_PEER_CHANNELS = 2
@@ -212,3 +212,19 @@ def communicators(
             )
         )
     return tuple(found)
+
+
+def with_groups_outside(
+    uses: Iterable[CommunicatorUse], groups: Iterable[GroupInfo]
+) -> tuple[CommunicatorUse, ...]:
+    """The communicators of the iteration, and those of groups that were used outside of it alone."""
+    uses = list(uses)
+    known = {(use.ranks, use.name): i for i, use in enumerate(uses)}
+    for group in groups:
+        name = group.desc or group.name
+        at = known.get((group.ranks, name))
+        if at is None:
+            uses.append(CommunicatorUse(ranks=group.ranks, name=name, collective=True))
+        elif not uses[at].collective:
+            uses[at] = msgspec.structs.replace(uses[at], collective=True)
+    return tuple(uses)

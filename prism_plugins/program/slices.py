@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from prism_plugins.moe_load import BALANCED
-from prism_plugins.program.model import SCHEMA, CommSignature, Phase
+from prism_plugins.program.model import SCHEMA, CommSignature, GroupInfo, Phase
 from prism_plugins.program.prediction import Finding
 from prism_plugins.world.layout import Layout
 
@@ -260,6 +260,8 @@ class SliceReport(msgspec.Struct, kw_only=True):
     findings: tuple[Finding, ...] = ()
     """What the integration found wrong or doubtful about the job."""
     startup: Startup = Startup()
+    groups_outside: tuple[GroupInfo, ...] = ()
+    """Groups that were used outside of iterations, at start-up or between them; those of very many ranks are left out."""
     timers: tuple[tuple[str, int, int], ...] = ()
     """Spans that the framework's own timers measured in the last iteration: (name, ordinal of the EVENT_RECORD that
     begins it, of the one that ends it)."""

@@ -388,3 +388,24 @@ def test_few_variants_are_made():
     )
     assert memory.peak_allocated_bytes == 99 * MIB
     assert sorted(variants.made) == [1, 99]
+
+
+def test_groups_that_only_start_up_or_logging_use_are_communicators_too():
+    world, tensor, pipe = (
+        GroupInfo(ranks=ranks, name=name, desc=name)
+        for ranks, name in (((0, 1, 2, 3), "default_pg"), ((0, 1), "TENSOR"), ((0, 2), "PIPE"))
+    )
+    sends = CommSignature(kind="send", group=1, dtype="uint8", in_numel=MIB, peer=1)
+    iteration = program([(EventKind.COMM, 0, 1)], comms=[sends], groups=[tensor, pipe])
+    report = SliceReport(rank=0, status="ok", peak_reserved_bytes=MIB, groups_outside=(world, tensor, pipe))
+    overhead = DeviceOverhead(context_bytes=0, libraries_bytes=0)
+    (memory,) = memory_of_classes(
+        [rank_class(iteration)], ranks=["0-3"], capacity_bytes=GIB, ledgers={0: report}, overhead=overhead
+    )
+    parts = memory.outside_torch
+    assert parts["nccl default_pg (4 ranks)"] == overhead.communicator_bytes((0, 1, 2, 3))
+    assert parts["nccl TENSOR (2 ranks)"] == overhead.communicator_bytes((0, 1))
+    # The pair that an unbatched send opens, and the group's own communicator.
+    pair = overhead.pair_base_bytes + overhead.channels * overhead.pair_channel_bytes
+    assert parts["nccl PIPE (2 ranks)"] == overhead.communicator_bytes((0, 2)) + pair
+    assert memory.device_used_bytes == memory.peak_reserved_bytes + sum(parts.values())
