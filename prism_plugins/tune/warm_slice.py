@@ -15,7 +15,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +116,20 @@ class WarmSlice(Slice):
         os.environ["WORLD_SIZE"] = str(request.world_size)
         assert self.context is not None
         self.context.spec = msgspec.structs.replace(self.spec, world_size=request.world_size)
-        verdicts: list[Verdict] = []
+        answers = []
         for integration in self.integrations:
-            if hasattr(integration, "tuner") and not verdicts:
-                verdicts = list(integration.tuner().judge(parser, request.commands))
-                verdicts[:1] = [msgspec.structs.replace(v, framework=integration.name) for v in verdicts[:1]]
+            if hasattr(integration, "tuner"):
+                judged = integration.tuner().judge(parser, request.commands)
+                answers.append([msgspec.structs.replace(v, framework=integration.name) for v in judged])
+        verdicts = likeliest(answers)
         write_bytes(Path(request.out), msgspec.json.encode(verdicts))
+
+
+def likeliest(answers: Sequence[list[Verdict]]) -> list[Verdict]:
+    """The verdicts of the framework that the script uses: more than one may have been imported, but the launch's own arguments
+    make sense to one only."""
+    given = [verdicts for verdicts in answers if verdicts]
+    return next((v for v in given if any(one.legal for one in v)), given[0] if given else [])
 
 
 def _warm_compiler() -> None:

@@ -147,3 +147,49 @@ def test_more_parallelism_lowers_the_bounds() -> None:
     none = space.limits(point_of(space, recompute="none"))
     assert full.memory_bytes < none.memory_bytes
     assert full.flops > none.flops
+
+
+def test_bounds_count_collectives_that_nothing_hides() -> None:
+    """With sequence parallelism four in forward and two in backward of a layer, without it two in forward."""
+    space = space_of()
+    overlap = "distributed+overlap"
+    with_sp, without = (space.limits(point_of(space, sp=sp, optimizer=overlap)) for sp in (True, False))
+    assert with_sp.link_bytes == 3 * without.link_bytes
+    layers, microbatches, elements = 8, 16, 512 * 1024
+    assert without.link_bytes == (layers * microbatches + layers) * 2 * elements * 2 / 2
+    hidden = space_of(tp_comm_overlap=True)
+    assert hidden.limits(point_of(hidden, optimizer=overlap)).link_bytes == 0.0
+
+
+def test_bounds_count_gradients_where_no_flag_overlaps_them() -> None:
+    space = space_of()
+    far, overlapped = (
+        space.limits(point_of(space, tp=8, pp=1, optimizer=optimizer))
+        for optimizer in ("distributed", "distributed+overlap")
+    )
+    params = 16 * 12 * 1024**2 / 8 + 2 * 1024 * 1000 / 8
+    assert far.nic_bytes == pytest.approx(params * 6 / 2)
+    assert overlapped.nic_bytes == 0.0
+    node = space_of(world=8)
+    near, hidden = (
+        node.limits(point_of(node, pp=2, optimizer=optimizer)) for optimizer in ("plain", "plain+overlap")
+    )
+    assert near.nic_bytes == 0.0
+    params = 8 * 12 * 1024**2 / 2 + 1024 * 1000 / 2
+    assert near.link_bytes - hidden.link_bytes == pytest.approx(params * 4 / 2)
+
+
+def test_experts_are_bounded_by_their_own_groups() -> None:
+    experts = {"num_experts": 8, "expert_tensor_parallel_size": 1, "moe_router_topk": 2}
+    flags = [*ARGUMENTS["prism_flags"], "--expert-model-parallel-size"]
+    space = space_of(prism_flags=flags, **experts)
+    point = point_of(space, tp=2, pp=1, ep=8)
+    shape = space.shape(point)
+    assert (shape.layout.dp, shape.layout.edp) == (8, 2)
+    dense, expert = 4 * 1024**2 / 2, 2 * 1024 * 4096 * 8 / 8
+    assert shape.expert_share == pytest.approx(expert / (dense + expert))
+    ends = 2 * 1024 * 1000 / 2
+    states = (16 * dense + ends) * (6 + 12 / 8) + 16 * expert * (6 + 12 / 2)
+    assert states <= space.limits(point).memory_bytes <= 1.2 * states
+    wanted = point_of(space, tp=2, sp=False, pp=1, ep=8)
+    assert "need sequence parallelism" in next(why for p, why in space.points() if p == wanted)

@@ -11,12 +11,14 @@ from prism_plugins import cli
 from prism_plugins.cli_tune import parse_knobs, parse_variants
 from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.errors import PrismError
+from prism_plugins.integration.tuning import Verdict
 from prism_plugins.options import Job, Options, parse_time
 from prism_plugins.tune.cluster_file import write_cluster
 from prism_plugins.tune.compose import Estimate
 from prism_plugins.tune.page import pareto, render
 from prism_plugins.tune.result import Candidate, TuneDir, TuneResult, Variant
 from prism_plugins.tune.show import limited_by, told_of, why
+from prism_plugins.tune.warm_slice import likeliest
 
 JOB = Job(options=Options(world_size=8), run_as="script", argv=("train.py",))
 
@@ -139,3 +141,12 @@ def test_mistakes_are_one_line(words, message, tmp_path, monkeypatch, capsys) ->
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_the_framework_is_the_one_that_takes_the_launch() -> None:
+    """Libraries import DeepSpeed where a Megatron script needs none of it."""
+    refused = [Verdict(legal=False, reason="no configuration", framework="deepspeed")]
+    taken = [Verdict(legal=True, framework="megatron"), Verdict(legal=False, framework="megatron")]
+    assert likeliest([refused, taken]) == taken
+    assert likeliest([[], refused]) == refused
+    assert likeliest([[], []]) == []
