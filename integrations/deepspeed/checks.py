@@ -25,8 +25,8 @@ from prism_plugins.program.prediction import Finding
 BUCKET_WARNING_SHARE = 0.25
 """Share of the GPU's memory from which on a reduction bucket is worth a warning."""
 NO_AUTOTUNING = (
-    "autotuning is not emulated: it measures trial runs on the GPUs at hand; leave it out and compare configurations "
-    "by one emulation each"
+    "autotuning is not emulated: it measures trial runs on the GPUs at hand; leave it out, `prism tune` searches "
+    "configurations by emulation"
 )
 _READ_ELSEWHERE = {
     "sequence_parallel_size",

@@ -106,11 +106,12 @@ class ModelSizes:
 
     def kept_bytes(self, micro_batch: int, tp: int, cp: int, sp: bool, *, kind: str) -> float:
         """Activations of a layer that its backward needs: the inputs of its matrix products, of the activation function and
-        of the attention; of a recomputed layer its input."""
+        of the attention, the probabilities of unfused attention; of a recomputed layer its input."""
         tokens, size = self.seq * micro_batch / cp, self.param_bytes
         spread = tp if sp else 1
         if kind == "full":
             return tokens * self.hidden / spread * size
         wide = (3 if self.gated else 2) * self.ffn * (0 if self.experts else 1)
         inner = (wide + (0 if self._latent else 2 * self.attention + 2 * self.kv)) / tp
-        return tokens * (inner + 2 * self.hidden / spread) * size
+        probabilities = self.heads * self.seq / tp if self._unfused and kind == "none" else 0
+        return tokens * (inner + probabilities + 2 * self.hidden / spread) * size
