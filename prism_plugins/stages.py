@@ -38,6 +38,7 @@ def infer(
     argument: ranks whose slices have to be repeated), and why is said by ``note``.
 
     Raises:
+        PrismError: it cannot, and ranks made other groups or called other collectives before training.
         SliceFailed: it cannot be derived from the slices of the very ranks that were asked for.
     """
     repeated: set[int] = set()
@@ -50,6 +51,10 @@ def infer(
             missing = tuple(rank for rank in error.ranks if rank not in sliced)
             again = tuple(rank for rank in error.again if rank not in repeated)
             if not missing and not again:
+                from prism_plugins.checks.startup import startup_findings
+
+                if wrong := [f for f in startup_findings(sliced) if f.severity == "error"]:
+                    raise PrismError(f"ranks do not set up the same job: {wrong[0].message}") from error
                 raise SliceFailed(
                     f"prism: error: the programs of all ranks cannot be derived: {error}"
                 ) from error

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Emulate every training script of scripts/planted twice, with its bug and with --clean: the bug has to be found, and
-found where it is; the clean script has to have no finding.
+found where it is; the clean script has to have no finding. Then a sound script (train_gpt_megatron.py) in layouts that waste the
+cluster or do not fit, and in ones that do not.
 
-    python scripts/check_planted.py [--only branch,send_send] [--table]
+    python scripts/check_planted.py [--only branch,send_send,tp_across_nodes] [--table]
 
 ``--table`` prints the rows of docs/checks.md. Exits 1 if a bug was missed, or something was found in a clean script.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -59,6 +61,75 @@ CASES = {
         world=16,
         args=("--prism-audit=4",),
     ),
+    "ds_unequal_experts": Case(kind="hang", ranks=()),
+    "ds_rank_branch": Case(kind="missing_call|mismatch", ranks=(2,), args=("--prism-audit=3",)),
+    "ds_skipped_backward": Case(kind="missing_call|mismatch", ranks=(1,), args=("--prism-audit=3",)),
+    "ds_uneven_batches": Case(kind="uneven_batches", ranks=(0,), site="DataLoader"),
+    "ds_pipeline_groups": Case(kind="refused", ranks=(2,)),
+    "ds_pipeline_skip": Case(kind="message_size", ranks=(0,), site="dist.recv"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutCase:
+    """A launch of train_gpt_megatron.py that has to be criticised, and how it is launched without reason to."""
+
+    text: str
+    """Of the finding, or of the error that refuses the launch."""
+    args: str
+    world: int
+    better: str
+    """Instead of ``args``."""
+    better_world: int = 0
+    """Where it is not ``world``."""
+    connections: str = "1"
+    """CUDA_DEVICE_MAX_CONNECTIONS of the launch that is criticised."""
+
+
+SIZES = (
+    "--hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 16 --seq-length 128 --vocab-size {vocab} --num-layers {layers}"
+    " --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --global-batch-size {batch}"
+)
+SIZES_7B = "--tensor-model-parallel-size {tp} --pipeline-model-parallel-size 1 --global-batch-size {batch}"
+LAYOUTS = {
+    "tp_across_nodes": LayoutCase(
+        text="tensor parallelism of 16 crosses nodes of 8 GPUs",
+        args=SIZES.format(vocab=1024, layers=2, tp=16, pp=1, batch=1),
+        better=SIZES.format(vocab=1024, layers=2, tp=8, pp=1, batch=2),
+        world=16,
+    ),
+    "lost_layers": LayoutCase(
+        text="6 layers do not divide over 4 pipeline stages",
+        args=SIZES.format(vocab=1024, layers=6, tp=1, pp=4, batch=8),
+        better=SIZES.format(vocab=1024, layers=8, tp=1, pp=4, batch=8),
+        world=4,
+    ),
+    "few_microbatches": LayoutCase(
+        text="2 micro-batches for 4 pipeline stages",
+        args=SIZES.format(vocab=1024, layers=4, tp=1, pp=4, batch=2),
+        better=SIZES.format(vocab=1024, layers=4, tp=1, pp=4, batch=8),
+        world=4,
+    ),
+    "unbalanced_stages": LayoutCase(
+        text="layers would bring the busiest stage to about",
+        args=SIZES.format(vocab=131072, layers=8, tp=1, pp=2, batch=8),
+        better=SIZES.format(vocab=256, layers=8, tp=1, pp=2, batch=8),
+        world=2,
+    ),
+    "connections": LayoutCase(
+        text="CUDA_DEVICE_MAX_CONNECTIONS is not set",
+        args=SIZES.format(vocab=1024, layers=2, tp=2, pp=1, batch=1),
+        better=SIZES.format(vocab=1024, layers=2, tp=2, pp=1, batch=1),
+        world=2,
+        connections="",
+    ),
+    "out_of_memory": LayoutCase(
+        text="most of it are activations: recompute activations",
+        args=SIZES_7B.format(tp=1, batch=2),
+        better=SIZES_7B.format(tp=8, batch=1),
+        world=2,
+        better_world=8,
+    ),
 }
 
 
@@ -67,12 +138,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(CASES)}")
+    parser.add_argument("--only", default="", help=f"comma-separated: {', '.join([*CASES, *LAYOUTS])}")
     parser.add_argument("--table", action="store_true", help="print rows of a Markdown table")
     args = parser.parse_args()
     failures = 0
-    for name in args.only.split(",") if args.only else CASES:
-        failures += not check(name, table=args.table)
+    for name in args.only.split(",") if args.only else [*CASES, *LAYOUTS]:
+        failures += not (check if name in CASES else check_layout)(name, table=args.table)
     return 1 if failures else 0
 
 
@@ -90,8 +161,42 @@ def check(name: str, *, table: bool) -> bool:
     return ok
 
 
+def check_layout(name: str, *, table: bool) -> bool:
+    """Emulate one layout and the better one; True when the first is criticised as it should be and the other is not."""
+    case = LAYOUTS[name]
+    said = messages(case.args, world=case.world, connections=case.connections)
+    better = messages(case.better, world=case.better_world or case.world, connections="1")
+    found = next((text for text in said if case.text in text), f"MISSED ({case.text}); found {said}")
+    false_alarms = [text for text in better if case.text in text]
+    if table:
+        print(f"| `{name}` | {found} |", flush=True)
+    else:
+        print(f"{name}: {found}" + (f"; FALSE ALARM: {false_alarms}" if false_alarms else ""), flush=True)
+    return not found.startswith("MISSED") and not false_alarms
+
+
+def messages(arguments: str, *, world: int, connections: str) -> list[str]:
+    """What is found in one launch of train_gpt_megatron.py: messages of findings, or the error that refuses it."""
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    if connections:
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "run"
+        command = [
+            sys.executable, "-m", "prism_plugins.run", str(PLANTED.parent / "train_gpt_megatron.py"), *arguments.split(),
+            "--prism-emulate", f"--prism-world-size={world}", f"--prism-out={out}",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        if (out / "prediction.json").exists():
+            return [f["message"] for f in json.loads((out / "prediction.json").read_text())["findings"]]
+        errors = [line for line in done.stderr.splitlines() if line.startswith("prism: error")]
+        if done.returncode != 2 or not errors:
+            raise SystemExit(f"{arguments} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        return errors
+
+
 def findings(name: str, case: Case, *args: str) -> list[dict]:
-    """Findings of one emulation. Infos about a layout are none of a bug's business."""
+    """Findings of one emulation, or the error that refuses it. Infos about a layout are none of a bug's business."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
         command = [
@@ -100,6 +205,9 @@ def findings(name: str, case: Case, *args: str) -> list[dict]:
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if not (out / "prediction.json").exists():
+            errors = [line for line in done.stderr.splitlines() if line.startswith("prism: error")]
+            if done.returncode == 2 and errors:
+                return [{"kind": "refused", "message": errors[-1]}]
             raise SystemExit(f"{name} {' '.join(args)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
         prediction = json.loads((out / "prediction.json").read_text())
     return [f for f in prediction["findings"] if f["severity"] != "info"]

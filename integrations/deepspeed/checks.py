@@ -454,6 +454,37 @@ def _refusing(session: Session, original: Any, module: ModuleType) -> Any:
     return refusing
 
 
+# --- what ranks call under ZeRO-3 ---
+
+
+def _same_on_all_ranks(session: Session, original: Any, module: ModuleType) -> Any:
+    """DeepSpeed compares the modules that ranks called with those of rank 0 and raises. Here the script goes on, so that the calls of
+    both ranks can be compared and named."""
+
+    @functools.wraps(original)
+    def assert_ints_same_as_other_ranks(ints: list[int]) -> None:
+        try:
+            original(ints)
+        except RuntimeError as error:
+            session.context.finding(other_modules(session.context.spec.rank, str(error)))
+
+    return assert_ints_same_as_other_ranks
+
+
+def other_modules(rank: int, said: str) -> Finding:
+    """The finding about a rank that calls other modules, or in another order, than rank 0."""
+    return Finding(
+        kind="mismatch",
+        severity="error",
+        ranks=f"0,{rank}",
+        phase="forward",
+        message=(
+            f"rank {rank} calls other modules than rank 0, or in another order: ZeRO-3 gathers the parameters of a module when it is "
+            f"called, so that ranks wait for each other in different gathers. DeepSpeed would stop: {' '.join(said.split())}"
+        ),
+    )
+
+
 _CONFIG = "deepspeed.runtime.config"
 _ENGINE = "deepspeed.runtime.engine"
 HOOKS = (
@@ -474,6 +505,12 @@ HOOKS = (
     Hook(_CONFIG, "DeepSpeedConfig._batch_assertion", _batch_assertion, "batch sizes that do not fit"),
     Hook(_ENGINE, "DeepSpeedEngine.__init__", _engine_init, "findings about the engine"),
     Hook(_ENGINE, "DeepSpeedEngine.backward", _backward, "engines that cannot train"),
+    Hook(
+        "deepspeed.runtime.zero.partitioned_param_coordinator",
+        "assert_ints_same_as_other_ranks",
+        _same_on_all_ranks,
+        "ranks that call other modules",
+    ),
     Hook(_ENGINE, "DeepSpeedEngine._do_args_sanity_check", _refusing, "refusals as one line"),
     Hook(_ENGINE, "DeepSpeedEngine._do_sanity_check", _refusing, "refusals as one line"),
     Hook(

@@ -224,3 +224,22 @@ def test_an_engine_without_optimizer_cannot_train(optimizer):
     with pytest.raises(PrismError, match="needs an optimizer"):
         backward(SimpleNamespace(optimizer=optimizer), 3)
     assert backward(SimpleNamespace(optimizer=object()), 3) == 3
+
+
+def test_ranks_that_call_other_modules_than_rank_0_are_a_finding_and_the_script_goes_on(monkeypatch):
+    from deepspeed.runtime.zero import partitioned_param_coordinator, utils
+
+    monkeypatch.setattr(utils.dist, "get_rank", lambda *a: 2)
+    monkeypatch.setattr(utils.dist, "broadcast", lambda tensor, **_: tensor.fill_(7))
+    monkeypatch.setattr(utils, "get_accelerator", lambda: SimpleNamespace(device_name=lambda _: "cpu"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    session = Session(Context())
+    session.context.spec = SimpleNamespace(rank=2)
+    (hook,) = (h for h in checks.HOOKS if h.attribute == "assert_ints_same_as_other_ranks")
+    hooked = hook.wrap(session, utils.assert_ints_same_as_other_ranks, partitioned_param_coordinator)
+    hooked([7] * 7)
+    assert session.context.findings == []
+    hooked([7] * 6)
+    (finding,) = session.context.findings
+    assert (finding.kind, finding.severity, finding.ranks) == ("mismatch", "error", "0,2")
+    assert "rank0: 7 rank2: 6" in finding.message
