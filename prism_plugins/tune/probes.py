@@ -62,6 +62,7 @@ class Probes:
         self._nccl = nccl
         self._calibration = calibration
         self._earlier_host = earlier_host
+        self._is_varied = False
         self._costs: CostModel | None = None
         self._composer: Composer | None = None
         self._found: dict[tuple[str, ...], Costs | str] = {}
@@ -83,7 +84,7 @@ class Probes:
     def on(self, cluster: Cluster) -> Probes:
         """The same slices priced on another cluster (its host as it is settled here)."""
         other = copy.copy(self)
-        other.cluster, other._found = cluster, {}
+        other.cluster, other._found, other._is_varied = cluster, {}, True
         other._build()
         return other
 
@@ -92,7 +93,7 @@ class Probes:
     def scout(self, probe: Probe, script: WarmScript, space: Space) -> Scouted:
         """The slice that the space wants to see before it gives bounds. Raises :class:`PrismError` where it does not run."""
         list(self._sliced(script, [probe], space.probe_world, float("inf")))
-        ended = self._ended(probe)
+        ended = self._ended(probe, space.probe_world)
         if isinstance(ended, str) or ended is None:
             raise PrismError(f"a reduced job of the launch itself does not run: {ended}")
         report, program = ended
@@ -134,15 +135,17 @@ class Probes:
     ) -> Iterator[None]:
         """Slice those that have not been sliced yet, one after the other or side by side."""
         commands = {
-            digest(probe.command): probe.command for probe in probes if self._report(probe.command) is None
+            _name(probe, world_size): probe.command
+            for probe in probes
+            if self._report(probe, world_size) is None
         }
         for _ in script.run(
             commands.items(), world_size=world_size, jobs=self._job.options.jobs, give_up_at=deadline
         ):
             yield
 
-    def _report(self, command: tuple[str, ...]) -> tuple[SliceReport, SliceDir] | None:
-        folder = SliceDir(self._dir.path / "probes" / digest(command))
+    def _report(self, probe: Probe, world_size: int) -> tuple[SliceReport, SliceDir] | None:
+        folder = SliceDir(self._dir.path / "probes" / _name(probe, world_size))
         if not folder.report.exists():
             return None
         try:
@@ -150,9 +153,9 @@ class Probes:
         except PrismError:
             return None
 
-    def _ended(self, probe: Probe) -> tuple[SliceReport, Program] | str | None:
+    def _ended(self, probe: Probe, world_size: int) -> tuple[SliceReport, Program] | str | None:
         """What a slice found, or why it found nothing; None where it has not run."""
-        ended = self._report(probe.command)
+        ended = self._report(probe, world_size)
         if ended is None:
             return None
         report, folder = ended
@@ -190,8 +193,8 @@ class Probes:
         """The costs of probes of one key, or why there are none; None where the time was over before."""
         probes = sorted(probes, key=lambda p: p.size)
         if probes[0].emulated:
-            return self._emulated(probes, deadline)
-        ended = [self._ended(probe) for probe in probes]
+            return self._emulated(probes, space.probe_world, deadline)
+        ended = [self._ended(probe, space.probe_world) for probe in probes]
         for one in ended:
             if one is None or isinstance(one, str):
                 return one
@@ -224,15 +227,19 @@ class Probes:
         except PrismError as error:
             return str(error)
 
-    def _emulated(self, probes: list[Probe], deadline: float) -> WholeCosts | str | None:
+    def _emulated(self, probes: list[Probe], world_size: int, deadline: float) -> WholeCosts | str | None:
         """Probes that are ordinary emulations; the host's speed has to be settled before."""
+        if self._is_varied:
+            return "configurations with a pipeline are emulated on the launch's own cluster only"
+        options = msgspec.structs.replace(self._job.options, world_size=world_size)
+        job = msgspec.structs.replace(self._job, options=options)
         estimates = {}
         for probe in probes:
             found = emulate(
-                self._job,
+                job,
                 probe.command,
                 cluster=self._dir.cluster,
-                out=self._dir.path / "probes" / digest(probe.command),
+                out=self._dir.path / "probes" / _name(probe, world_size),
                 seconds=max(0.0, deadline - time.monotonic()),
             )
             if found is None or isinstance(found, str):
@@ -286,6 +293,11 @@ def _check_tokens(probe: Probe, found: int) -> None:
             f"an iteration of its reduced job had {found} tokens instead of {probe.tokens}: the script does not follow the "
             "batch sizes of its configuration"
         )
+
+
+def _name(probe: Probe, world_size: int) -> str:
+    """Of the directory of its slice: a command may be that of several worlds."""
+    return digest((str(world_size), *probe.command))
 
 
 def digest(words: Iterable[str]) -> str:
