@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import check_random_layouts
 
 SEED = 1
-IN_CI = [("megatron", 3), ("megatron", 18)]
+IN_CI = [("megatron", 3), ("megatron", 18), ("deepspeed", 1)]
 """Of four ranks each: few slices."""
 SLOW = [(framework, number) for number in range(12) for framework in check_random_layouts.FRAMEWORKS]
 
