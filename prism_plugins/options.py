@@ -55,6 +55,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """On ``cuda``: ranks to run again among timed virtual participants."""
     moe_load: str = BALANCED
     """Tokens per expert, see :mod:`prism_plugins.moe_load`."""
+    apex: bool = False
+    """The cluster has NVIDIA Apex."""
     tune_s: float = 0.0
     """Search for the best layout for so many seconds instead of emulating the launch's own; 0: do not."""
     tune_knobs: tuple[str, ...] = ()
@@ -236,6 +238,13 @@ TABLE = (
         "How many tokens each expert gets: the same; in proportion to 1/rank^S; or as in a JSON or CSV file of tokens "
         "per expert.",
     ),
+    Option(
+        "--prism-apex",
+        "",
+        _switch,
+        "off",
+        "The cluster has NVIDIA Apex: scripts that use its fused kernels where they can be imported do.",
+    ),
     Option("--prism-strict", "", _switch, "off", "An op that no cost rule prices is an error."),
     Option(
         "--prism-out",
@@ -400,6 +409,7 @@ def _options(values: dict[str, Any], environ: Mapping[str, str]) -> Options:
         jobs=1 if device == "cuda" else values.get("jobs") or _default_jobs(environ),
         cache=not values.get("no_cache", False),
         moe_load=values.get("moe_load", BALANCED),
+        apex=values.get("apex", False),
         tune_s=values.get("tune", 0.0),
         tune_knobs=tuple(k for k in values.get("tune_knobs", "").split(";") if k),
     )

@@ -144,6 +144,7 @@ class SliceRunner:
             slice_dir=str(self._rundir.slice(rank).path),
             journals=tuple(str(j) for j in journals if j.exists()),
             moe_load=options.moe_load,
+            apex=options.apex,
             gpu_memory_bytes=options.gpu_memory,
         )
 

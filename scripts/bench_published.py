@@ -6,8 +6,8 @@
 
 ``tests/data/published_h100_a100.json`` names the source of every case. Two lists, two means:
 
-* *local*: jobs that used nothing of Transformer Engine. Apex's fused softmax and layer norm, which they did use, are
-  not emulated: their attention scores are scaled, masked and normalised by separate kernels.
+* *local*: jobs that used nothing of Transformer Engine, on Apex's fused kernels (``--prism-apex``), as they ran: softmax, layer
+  norm, Adam, weight gradients. With ``--without-apex`` torch's kernels stand in.
 * *te*: jobs that used Transformer Engine, bf16 and fp8 (`prism setup-te`).
 
 The layout, sizes and flags of a launch are the case's own; no figure is fitted to a case. What the sources leave open is the same
@@ -36,10 +36,8 @@ COMMON = (
     " --log-interval 1 --eval-iters 1 --eval-interval 1000 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine"
     " --lr-warmup-iters 2 --distributed-backend nccl --num-workers 1 --split 99,1,0"
 )
-LOCAL = (
-    "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion"
-    " --attention-backend unfused"
-)
+LOCAL = "--no-rope-fusion --attention-backend unfused"
+WITHOUT_APEX = "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion"
 FP8 = "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-compute-algo max"
 MOE = (
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
@@ -144,6 +142,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="comma-separated parts of names")
     parser.add_argument("--jobs", type=int, default=1, help="launches at a time")
     parser.add_argument("--prism-args", default="", help="further arguments of every launch")
+    parser.add_argument("--without-apex", action="store_true", help="the list local on torch's kernels")
     parser.add_argument("--reprice", action="store_true", help="price finished runs again, launch nothing")
     parser.add_argument("--list", action="store_true", help="say what becomes of every case")
     args = parser.parse_args()
@@ -207,13 +206,18 @@ def predict(case: dict, args: argparse.Namespace) -> dict | None:
             return None
         return json.loads(done.stdout)
     implementation = "local" if list_of(case) == "local" else "transformer_engine"
+    apex = ()
+    if implementation == "local":
+        apex = WITHOUT_APEX.split() if args.without_apex else ("--prism-apex",)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(args.megatron / "pretrain_gpt.py"),
-        *megatron_args(case, implementation), "--prism-emulate", f"--prism-world-size={case['num_gpus']}",
+        *megatron_args(case, implementation), *apex, "--prism-emulate", f"--prism-world-size={case['num_gpus']}",
         f"--prism-cluster={cluster}", f"--prism-out={out}", *args.prism_args.split(),
     ]  # fmt: skip
     path = os.pathsep.join(filter(None, (str(args.megatron), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if implementation == "local":
+        env["PRISM_TE"] = "none"  # Megatron would take TE's optimizer kernels wherever they can be imported.
     if (out / "prediction.json").exists():
         return json.loads((out / "prediction.json").read_text())
     out.parent.mkdir(parents=True, exist_ok=True)

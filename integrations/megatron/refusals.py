@@ -33,13 +33,19 @@ NOT_EMULATED = (
 """(module, attribute, option, why): what a slice with virtual peers cannot run yet."""
 
 ADVICE = (
-    ("gradient_accumulation_fusion", "install Apex, or add --no-gradient-accumulation-fusion"),
-    ("persist_layer_norm", "install Apex, or add --no-persist-layer-norm"),
-    ("scaled_masked_softmax", "add --no-masked-softmax-fusion"),
+    (
+        "gradient_accumulation_fusion",
+        "add --prism-apex if the cluster has Apex, else --no-gradient-accumulation-fusion",
+    ),
+    ("persist_layer_norm", "add --prism-apex if the cluster has Apex, else --no-persist-layer-norm"),
+    ("scaled_masked_softmax", "add --prism-apex if the cluster has Apex, else --no-masked-softmax-fusion"),
     ("rope_fusion", "run `prism setup-te` (Transformer Engine's Python layer), or add --no-rope-fusion"),
     ("mambassm", "which cannot be emulated yet: mamba-ssm launches CUDA kernels"),
     ("context parallelism is only supported", "run `prism setup-te` (Transformer Engine's Python layer)"),
-    ("apex", "install Apex (or Transformer Engine) as on the cluster, or switch the feature off"),
+    (
+        "apex",
+        "add --prism-apex if the cluster has Apex (or install it, or Transformer Engine), or switch the feature off",
+    ),
     (
         "transformer_engine",
         "run `prism setup-te` (Transformer Engine's Python layer), or use --transformer-impl local",

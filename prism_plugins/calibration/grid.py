@@ -148,6 +148,33 @@ def _gemms(*, tiny: bool) -> list[OpSignature]:
         )  # fmt: skip
     for m, n, k in rng.sample(sizes, 8):
         ops.append(op("addmm", t(BF16, n), t(BF16, m, k), t(BF16, k, n, strides=(1, k))))
+    return ops + _more_gemms(sizes)
+
+
+def _more_gemms(sizes: list[tuple[int, int, int]]) -> list[OpSignature]:
+    """Where the kernels that are chosen vary most: short products, fp32, routers of experts, rows that are not aligned."""
+    rng = random.Random(1)
+    short = [s for s in sizes if 2 * s[0] * s[1] * s[2] < 1.5e11]
+    picked = [(BF16, s) for s in rng.sample(short, 72)] + [(FP32, s) for s in rng.sample(short, 24)]
+    picked += [
+        (FP32, s)
+        for s in (
+            (8192, 8, 4096), (8192, 64, 4096), (4096, 8, 4096), (8192, 16, 2048),
+            (4096, 64, 2048), (2048, 64, 4096), (4096, 128, 2048), (8192, 128, 4096),
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    picked += [
+        (BF16, s)
+        for s in (
+            (4096, 50257, 2048), (2048, 50257, 1024), (2048, 100, 768), (4096, 100, 1024), (8192, 1001, 1024), (4096, 3001, 2048)
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    ops = []
+    for i, (dtype, (m, n, k)) in enumerate(picked):
+        layout = ("nt", "nn", "tn")[i % 3]
+        ops.append(mm(*{"nt": (m, n, k), "nn": (m, k, n), "tn": (n, k, m)}[layout], layout, dtype))
     return ops
 
 

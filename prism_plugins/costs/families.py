@@ -238,6 +238,8 @@ SAME_KERNEL = {
     "te::fp8_gemm": "_scaled_mm",
     "te::grouped_gemm": "te_grouped_gemm",
     "te::fp8_grouped_gemm": "te_grouped_gemm",
+    "apex::layer_norm_fwd": "native_layer_norm",
+    "apex::layer_norm_bwd": "native_layer_norm_backward",
     "te::layernorm_fwd": "native_layer_norm",
     "te::layernorm_bwd": "native_layer_norm_backward",
     "te::rmsnorm_fwd": "_fused_rms_norm",

@@ -186,7 +186,9 @@ def _group_of(s: OpSignature) -> tuple:
     """Ops of different groups say nothing about each other."""
     family = family_of(s.op)
     if family in _GEMMS:
-        return (family, s.inputs[-1].dtype if s.inputs else "", _is_aligned(s))
+        dtype = s.inputs[-1].dtype if s.inputs else ""
+        # Tensor cores are as fast on both, and cuBLAS picks the same kernels.
+        return (family, "bfloat16" if dtype == "float16" else dtype, _is_aligned(s))
     if family in _ATTENTION:
         return (family, "efficient" in s.op)
     return (family,)
@@ -261,7 +263,7 @@ def kind_of(s: OpSignature) -> tuple[tuple[object, float], ...]:
     family = family_of(s.op)
     name = base_name(s.op)
     if family in _GEMMS:
-        return ((name, 1.0), (_layout(s), 1.0))
+        return ((name, 1.0), (_layout(s), 1.0), (s.inputs[-1].dtype if s.inputs else "", 0.3))
     if family in _ATTENTION:
         return ((bool(scalar(s, "is_causal")), 2.0),)
     operands = (*operands_read(s), *s.outputs)

@@ -289,16 +289,24 @@ def _streamed(r: Roofline, s: OpSignature) -> Work:
 
 
 def _softmax_forward(r: Roofline, s: OpSignature) -> Work:
+    """torch's kernel reads a long row three times; the fused ones of Megatron (Apex, TE: ``scaled_*_softmax``) hold it in
+    registers, and read half of it under a causal mask."""
     row = s.inputs[0].shape[-1] if s.inputs and s.inputs[0].shape else 1
-    efficiency = r.eff.softmax if row <= 1024 else r.eff.softmax_long
-    return bytes_bound(r, s, efficiency)
+    fused = not s.op.startswith("aten::")
+    efficiency = r.eff.softmax if row <= 1024 or fused else r.eff.softmax_long
+    return bytes_bound(r, s, efficiency, nbytes=_fused_softmax_bytes(s))
+
+
+def _fused_softmax_bytes(s: OpSignature) -> float:
+    unread = sum(footprint(t) for t in s.inputs) / 2 if "upper_triang" in s.op else 0.0
+    return traffic(s) - unread
 
 
 def _softmax_backward(r: Roofline, s: OpSignature) -> Work:
     """softmax's backward first multiplies gradient and output into a temporary (aten/native/cuda/SoftMax.cu,
     ``softmax_backward_cuda_out``), with a kernel as long as its own; log_softmax's does not."""
     passes = 1 if "log_softmax" in s.op or not s.op.startswith("aten::") else 2
-    return bytes_bound(r, s, r.eff.elementwise, nbytes=passes * traffic(s), kernels=passes)
+    return bytes_bound(r, s, r.eff.elementwise, nbytes=passes * _fused_softmax_bytes(s), kernels=passes)
 
 
 def _norm_forward(r: Roofline, s: OpSignature) -> Work:

@@ -54,6 +54,8 @@ class SliceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """plan.json of a replay; empty: the slice measures (or records) instead."""
     moe_load: str = BALANCED
     """Tokens per expert, see :mod:`prism_plugins.moe_load`."""
+    apex: bool = False
+    """NVIDIA Apex can be imported, on virtual kernels."""
 
 
 class OptimizerShard(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,6 +37,8 @@ def emulation_command(job: Job, argv: Sequence[str], *, cluster: Path, out: Path
     ]
     if options.calibration:
         flags.append(f"--prism-calibration={options.calibration}")
+    if options.apex:
+        flags.append("--prism-apex")
     if not options.cache:
         flags.append("--prism-no-cache")
     module = ["-m"] if job.run_as == "module" else []

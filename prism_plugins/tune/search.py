@@ -140,6 +140,7 @@ class Search:
             gpu=gpu,
             slice_dir="",
             moe_load=self._job.options.moe_load,
+            apex=self._job.options.apex,
         )
         self._progress.stage(f"starting {Path(self._job.argv[0]).name}")
         return WarmScript(spec, self._dir.path)

@@ -269,7 +269,10 @@ def test_gradient_accumulation_fusion_without_apex_says_what_to_do(tmp_path: Pat
         tmp_path, MEGATRON_LM / "pretrain_gpt.py", f"{arguments} --num-layers 2", rank=0, world_size=1
     )
     assert result.report.status == "user_error", result.output
-    assert "install Apex, or add --no-gradient-accumulation-fusion" in result.report.message
+    assert (
+        "add --prism-apex if the cluster has Apex, else --no-gradient-accumulation-fusion"
+        in result.report.message
+    )
 
 
 def test_thirty_layers_of_a_plain_core_script(tmp_path: Path):

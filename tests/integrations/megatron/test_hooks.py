@@ -115,7 +115,7 @@ def test_an_assertion_becomes_one_line_that_says_where():
     with pytest.raises(PrismError) as caught:
         translated(refuse)()
     assert str(caught.value) == (
-        "Megatron refuses this configuration, install Apex, or add --no-gradient-accumulation-fusion "
+        "Megatron refuses this configuration, add --prism-apex if the cluster has Apex, else --no-gradient-accumulation-fusion "
         f"(test_hooks.py:{refuse.__code__.co_firstlineno + 1}): "
         "gradient_accumulation_fusion needs a CUDA extension"
     )
