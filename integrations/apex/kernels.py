@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 
 from prism_plugins.errors import PrismError
-from prism_plugins.integrations.transformer_engine.calls import (
-    empty,
-    empty_like,
-    record,
-    synthesized,
-    zeros,
-)
+from prism_plugins.integration.kernels import empty, empty_like, record, synthesized, zeros
 
 LONGEST_ROW = 16384
 """Keys that the fused softmax kernels take (``TORCH_INTERNAL_ASSERT(key_seq_len <= 16384)``)."""
