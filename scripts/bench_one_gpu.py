@@ -32,6 +32,7 @@ DIST_OPT = measure_megatron.DIST_OPT
 JOBS: dict[str, tuple[int, str]] = {
     **measure_megatron.JOBS,
     "one4": (1, _LARGE),
+    "one1": (1, _LARGE.replace("--global-batch-size 32", "--global-batch-size 8")),
     "pp2": (2, f"{_LARGE} --pipeline-model-parallel-size 2"),
     "dp2": (2, f"{_LARGE} {DIST_OPT}"),
     "dp2no": (2, _LARGE),
@@ -144,7 +145,7 @@ def emulation(
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
     """Run the job itself on this machine; None if it failed."""
     if name.startswith("ds-"):
-        return None
+        return measure_with_deepspeed(name.removeprefix("ds-"), args)
     num_gpus, job_args = JOBS[name]
     settings = argparse.Namespace(
         megatron=args.megatron,
@@ -163,6 +164,29 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
         "peak_allocated": [m["allocated_bytes.all.peak"] for m in found["memory"]],
         "peak_reserved": [m["reserved_bytes.all.peak"] for m in found["memory"]],
         "used": [m["used_bytes"] for m in found["memory"]],
+    }
+
+
+def measure_with_deepspeed(job: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Run a DeepSpeed job of one GPU itself; None if it failed."""
+    folder = args.out.resolve() / f"truth-{job}"
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = argparse.Namespace(steps=args.real_iterations, job_timeout_s=args.timeout_s)
+    path = folder / "memory.json"
+    output = measure_deepspeed.launch(job, folder, settings, {}, "--memory-json", str(path))
+    times = [float(x) for x in re.findall(r"^step \d+ ms ([0-9.]+)", output, re.MULTILINE)]
+    steady = times[WARM_UP:]
+    if not steady or not path.exists():
+        print(output[-3000:], flush=True)
+        return None
+    memory = json.loads(path.read_text())
+    return {
+        "ms": statistics.median(steady),
+        "spread": (max(steady) - min(steady)) / statistics.median(steady),
+        "source": "this call",
+        "peak_allocated": [memory["allocated_bytes.all.peak"]],
+        "peak_reserved": [memory["reserved_bytes.all.peak"]],
+        "used": [memory["used_bytes"]],
     }
 
 
@@ -195,8 +219,8 @@ def log_ms(path: Path) -> float | None:
 def table_of(results: list[dict[str, Any]]) -> str:
     """Real, simulated and replayed side by side; memory in bytes of difference."""
     rows = [
-        f"{'job':20} {'real ms':>9} {'simulated':>10} {'':>7} {'replay log':>10} {'':>7} {'host ms':>8} {'GPU busy':>8}  "
-        "peak allocated, slice - real (bytes)   truth"
+        f"{'job':20} {'real ms':>9} {'simulated':>10} {'':>8} {'replay log':>10} {'':>8} {'host ms':>8} {'GPU busy':>8}  "
+        "peak allocated, slice - real (bytes)   in use   truth"
     ]
     for r in results:
         truth = r["truth"] or {}
@@ -212,17 +236,18 @@ def table_of(results: list[dict[str, Any]]) -> str:
             for rank, s in slices.items()
             if int(rank) < len(peaks)
         )
+        used = _error(next(iter(r["used_bytes"].values()), None), next(iter(truth.get("used", [])), None))
         busiest = max(slices.values(), key=lambda s: s["busy_ms"])
         rows.append(
-            f"{r['name']:20} {real or 0:9.1f} {r['simulated_ms']:10.1f} {_error(r['simulated_ms'], real):>7} "
-            f"{replay or 0:10.1f} {_error(replay, real):>7} {max(s['host_ms'] for s in slices.values()):8.1f} "
-            f"{busiest['busy_ms']:8.1f}  {memory:38} {truth.get('source', 'none')}"
+            f"{r['name']:20} {real or 0:9.1f} {r['simulated_ms']:10.1f} {_error(r['simulated_ms'], real):>8} "
+            f"{replay or 0:10.1f} {_error(replay, real):>8} {max(s['host_ms'] for s in slices.values()):8.1f} "
+            f"{busiest['busy_ms']:8.1f}  {memory:38} {used:>8} {truth.get('source', 'none')}"
         )
     return "\n".join(rows) + "\n"
 
 
 def _error(value: float | None, real: float | None) -> str:
-    return f"{100 * (value / real - 1):+.1f} %" if value and real else ""
+    return f"{100 * (value / real - 1):+.2f} %" if value and real else ""
 
 
 if __name__ == "__main__":

@@ -159,21 +159,45 @@ def test_a_replay_takes_the_time_of_its_plan(tmp_path: Path) -> None:
     assert statistics.median(result.iteration_ms[4:]) == pytest.approx(30.0, rel=0.01), "waits for the others"
 
 
-def launch(tmp_path: Path, *flags: str, timeout: float = 150) -> subprocess.CompletedProcess:
+def launch(
+    tmp_path: Path,
+    *flags: str,
+    script: Path = SCRIPT,
+    extra_path: Path | None = None,
+    name: str = "run",
+    timeout: float = 150,
+) -> subprocess.CompletedProcess:
     command = [
-        sys.executable, "-m", "prism_plugins.run", str(SCRIPT), *SMALL.split(), "--prism-emulate", "--prism-device", "cuda",
-        "--prism-cluster", "dgx-h200", "--prism-out", str(tmp_path / "run"), *flags,
+        sys.executable, "-m", "prism_plugins.run", str(script), *SMALL.split(), "--prism-emulate", "--prism-device", "cuda",
+        "--prism-cluster", "dgx-h200", "--prism-out", str(tmp_path / name), *flags,
     ]  # fmt: skip
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env={**os.environ}, cwd=tmp_path
-    )
+    env = {**os.environ}
+    if extra_path is not None:
+        env["PYTHONPATH"] = f"{extra_path}:{env.get('PYTHONPATH', '')}"
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=tmp_path)
+
+
+def error_line(done: subprocess.CompletedProcess) -> str:
+    (line,) = [x for x in done.stderr.splitlines() if x.startswith("prism: error:")]
+    return line
+
+
+def script_that_first(tmp_path: Path, code: str) -> Path:
+    """The training script, after ``code`` ran in its process."""
+    path = tmp_path / "sabotaged.py"
+    path.write_text(f"{code}\nimport runpy\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n")
+    return path
+
+
+def prediction_of(tmp_path: Path, name: str = "run") -> dict:
+    return json.loads((tmp_path / name / "prediction.json").read_text())
 
 
 def test_a_job_is_sliced_simulated_and_replayed(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     done = launch(tmp_path, "--prism-world-size", "2", "--prism-iterations", "9")
     assert done.returncode == 0, done.stderr[-3000:]
-    prediction = json.loads((tmp_path / "run" / "prediction.json").read_text())
+    prediction = prediction_of(tmp_path)
     assert prediction["device"] == "cuda"
     assert prediction["iteration_time_ms"] > 1
     assert not prediction["unpriced_ops"]
@@ -183,12 +207,127 @@ def test_a_job_is_sliced_simulated_and_replayed(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "run" / "slices" / "0" / "report.json").read_text())
     assert report["steady"]
     assert report["peak_allocated_bytes"] == replay["peak_allocated_bytes"], "both are the real allocator's"
+    kinds = [finding["kind"] for finding in prediction["findings"]]
+    assert "shared_gpu" not in kinds, "we are alone, and do not take ourselves for a neighbour"
 
 
-def test_out_of_memory_is_one_line(tmp_path: Path) -> None:
+def test_a_cap_that_is_too_small_is_one_line(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     done = launch(tmp_path, "--prism-world-size", "1", "--prism-gpu-memory", "2GiB")
     assert done.returncode == 2
-    (line,) = [x for x in done.stderr.splitlines() if x.startswith("prism: error:")]
-    assert "does not fit the cap of 2.0 GiB" in line
+    assert "does not fit the cap of 2.0 GiB" in error_line(done)
     assert "Traceback" not in done.stderr
+
+
+def test_a_gpu_that_is_too_small_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    total = torch.cuda.get_device_properties(0).total_memory
+    # The scores of one layer (8 heads, 1024 x 1024, bf16) alone are half of the GPU.
+    micro_batch = total // 2 // (8 * 1024 * 1024 * 2)
+    sizes = ("--micro-batch-size", str(micro_batch), "--global-batch-size", str(micro_batch))
+    done = launch(tmp_path, *sizes, "--prism-world-size", "1")
+    assert done.returncode == 2
+    line = error_line(done)
+    assert "does not fit the GPU" in line
+    assert "live GiB" in line
+    assert "Traceback" not in done.stderr
+
+
+def test_a_slice_that_is_killed_leaves_the_earlier_ones(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    script = script_that_first(
+        tmp_path,
+        "import os, signal\n"
+        "from torch.optim.optimizer import register_optimizer_step_post_hook as hook\n"
+        "steps = []\n"
+        "def count(*_):\n"
+        "    steps.append(0)\n"
+        "    if os.environ['RANK'] == '1' and len(steps) == 3:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "hook(count)",
+    )
+    pipeline = ("--pipeline-model-parallel-size", "2", "--prism-world-size", "2", "--prism-iterations", "9")
+    done = launch(tmp_path, *pipeline, script=script)
+    assert done.returncode == 1
+    line = error_line(done)
+    assert "rank 1" in line
+    assert "SIGKILL" in line
+    assert "Traceback" not in done.stderr
+    kept = tmp_path / "run" / "slices" / "0"
+    assert json.loads((kept / "report.json").read_text())["status"] == "ok"
+    assert json.loads((kept / "measured.json").read_text())["iteration_ms"]
+
+
+def test_a_neighbour_on_the_gpu_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("pynvml")
+    code = "import torch; x = torch.zeros(2**30, dtype=torch.uint8, device='cuda'); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as neighbour:
+        try:
+            neighbour.stdout.readline()
+            done = launch(
+                tmp_path, "--prism-world-size", "1", "--prism-iterations", "6", "--prism-replay", "none"
+            )
+        finally:
+            neighbour.communicate(b"\n")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (finding,) = [f for f in prediction_of(tmp_path)["findings"] if f["kind"] == "shared_gpu"]
+    assert f"pid {neighbour.pid} (1." in finding["message"]
+
+
+def test_without_nvml_and_nccl_the_rest_is_measured(tmp_path: Path) -> None:
+    """``pynvml`` cannot be imported, and torch was built without NCCL."""
+    pytest.importorskip("megatron.core")
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "pynvml.py").write_text("raise ImportError('hidden by a test')\n")
+    script = script_that_first(
+        tmp_path,
+        "import torch.distributed.distributed_c10d as c10d\n"
+        "c10d._NCCL_AVAILABLE = False\n"
+        "del c10d.ProcessGroupNCCL",
+    )
+    flags = ("--prism-world-size", "2", "--prism-iterations", "6", "--prism-replay", "none")
+    done = launch(tmp_path, *flags, script=script, extra_path=hidden)
+    assert done.returncode == 0, done.stderr[-3000:]
+    prediction = prediction_of(tmp_path)
+    assert prediction["iteration_time_ms"] > 1
+    assert any("NVML is not available" in text for text in map(str, prediction["assumptions"]))
+
+
+def test_without_a_profiler_there_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    script = script_that_first(
+        tmp_path,
+        "import torch\n"
+        "def start(self):\n"
+        "    raise RuntimeError('CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED')\n"
+        "torch.profiler.profile.start = start",
+    )
+    done = launch(tmp_path, "--prism-world-size", "1", script=script)
+    assert done.returncode == 2
+    assert "MULTIPLE_SUBSCRIBERS" in error_line(done)
+    assert "Traceback" not in done.stderr
+
+
+def test_with_nvml_clocks_power_and_memory_are_read() -> None:
+    from prism_plugins.gpu.device import neighbours
+    from prism_plugins.gpu.sensors import GpuSensors
+
+    pytest.importorskip("pynvml")
+    sensors = GpuSensors(uuid=str(torch.cuda.get_device_properties(0).uuid))
+    assert sensors.available, sensors.why_not
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    sensors.watch()
+    for _ in range(800):
+        torch.mm(x, x)
+    torch.cuda.synchronize()
+    state = sensors.stop()
+    assert state.samples >= 3
+    assert 300 < state.clock_mhz <= state.max_clock_mhz
+    assert 100 < state.power_w < 1.2 * state.cap_w
+    assert not neighbours(sensors)
+    free, total = torch.cuda.mem_get_info()
+    assert sensors.used_bytes() == pytest.approx(total - free, rel=0.05)
