@@ -28,16 +28,27 @@ import measure_megatron
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 _LARGE = measure_megatron.LARGE
+_SHORT = _LARGE.replace("--global-batch-size 32", "--global-batch-size 8")
 DIST_OPT = measure_megatron.DIST_OPT
 JOBS: dict[str, tuple[int, str]] = {
     **measure_megatron.JOBS,
     "one4": (1, _LARGE),
-    "one1": (1, _LARGE.replace("--global-batch-size 32", "--global-batch-size 8")),
+    "one1": (1, _SHORT),
+    "recompute1": (
+        1,
+        f"{_SHORT} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
     "pp2": (2, f"{_LARGE} --pipeline-model-parallel-size 2"),
     "dp2": (2, f"{_LARGE} {DIST_OPT}"),
     "dp2no": (2, _LARGE),
+    "175b-stage": (
+        1024,
+        "--num-layers 96 --hidden-size 12288 --ffn-hidden-size 32768 --num-attention-heads 96 --seq-length 2048"
+        " --max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 192 --tensor-model-parallel-size 8"
+        " --sequence-parallel --pipeline-model-parallel-size 16",
+    ),
 }
-"""Megatron jobs: name → (GPUs, arguments beside BASE)."""
+"""Megatron jobs: name → (GPUs, arguments beside BASE). ``175b-stage``: GPT-3's size with SwiGLU, 24 micro-batches."""
 WARM_UP = 4
 
 
@@ -123,8 +134,10 @@ def emulation(
         f"--nproc-per-node={min(args.physical, num_gpus)}",
     ]  # fmt: skip
     prism = [
-        "--prism-emulate", "--prism-world-size", str(num_gpus), "--prism-device", "cuda", "--prism-cluster", args.cluster,
-        "--prism-iterations", str(args.iterations), "--prism-out", str(run),
+        "--prism-emulate", "--prism-world-size", str(num_gpus), "--prism-device", "cuda",
+        "--prism-cluster", args.cluster if num_gpus < 8 else "dgx-h200",
+        "--prism-iterations", str(args.iterations),
+        "--prism-out", str(run),
         *(["--prism-replay", "0"] if args.physical > 1 else []),  # on the GPU that sliced it
     ]  # fmt: skip
     env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
@@ -152,6 +165,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
         out=args.out / "truth.json",
         iters=args.real_iterations,
         job_timeout_s=args.timeout_s,
+        parts=False,
     )
     found = measure_megatron.run_job(name, num_gpus=num_gpus, job_args=job_args, args=settings)
     steady = found["iteration_ms"][WARM_UP:]

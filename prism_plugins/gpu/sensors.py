@@ -94,10 +94,16 @@ class GpuSensors:
         )
 
     def used_bytes(self) -> int:
-        """Memory in use on the GPU, everybody's; 0 when unknown."""
+        """Memory in use on the GPU, everybody's; 0 when unknown. What the driver keeps for itself is no part of it, as in
+        ``nvidia-smi`` and ``torch.cuda.mem_get_info``; NVML's older structure counts it (615 MiB on an H200)."""
         if not self.available:
             return 0
-        return int(self._ask(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used, default=0))
+        nvml = self._nvml
+        return int(
+            self._ask(
+                lambda: nvml.nvmlDeviceGetMemoryInfo(self._handle, version=nvml.nvmlMemory_v2).used, default=0
+            )
+        )
 
     def others(self, own: int | None = None) -> list[tuple[int, int]]:
         """(pid, bytes) of other processes that compute on the GPU; in a container their ids may be of the host."""

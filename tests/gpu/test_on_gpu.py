@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -92,15 +93,16 @@ def test_answers_of_peers_take_no_memory() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     mirror.reduce_scatter_flat(out, full, "SUM", 4, 1)
-    assert torch.equal(out.float(), expected)
     mirror.reduce_(out, "SUM", 4)
     mirror.all_gather_flat(full, shard, 4)
-    assert torch.equal(full[0], full[3])
     mirror.reduce_scatter_flat(full[2], full, "SUM", 4, 2)
     values.fill_plausible(full, full, scale=0.5)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() == before
     assert full.float().std().item() == pytest.approx(0.5, rel=0.01)
+    assert torch.equal(out.float(), expected * 4)
+    mirror.all_gather_flat(full, shard, 4)
+    assert torch.equal(full[0], full[3])
 
 
 def matmuls(recorder: GpuRecorder, x: torch.Tensor, y: torch.Tensor, group: int, times: int) -> None:
@@ -137,7 +139,7 @@ def test_the_recorder_measures_what_events_measure(tmp_path: Path) -> None:
     assert op.signature.op.startswith("aten::mm")
     alone = elapsed_us(lambda: [torch.mm(x, x, out=y) for _ in range(20)]) / 20
     assert op.ns / 1e3 == pytest.approx(alone, rel=0.1)
-    assert len(measured.iteration_ms) == 4
+    assert len(measured.iteration_ms) == recorder.schedule.timed
     assert not list(tmp_path.iterdir()), "traces are removed"
 
 
@@ -207,8 +209,9 @@ def test_a_job_is_sliced_simulated_and_replayed(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "run" / "slices" / "0" / "report.json").read_text())
     assert report["steady"]
     assert report["peak_allocated_bytes"] == replay["peak_allocated_bytes"], "both are the real allocator's"
-    kinds = [finding["kind"] for finding in prediction["findings"]]
-    assert "shared_gpu" not in kinds, "we are alone, and do not take ourselves for a neighbour"
+    told = [finding["message"] for finding in prediction["findings"] if finding["kind"] == "shared_gpu"]
+    pids = {int(pid) for text in told for pid in re.findall(r"pid (\d+)", text)}
+    assert pids <= {os.getpid()}, "a slice does not take itself for a neighbour"
 
 
 def test_a_cap_that_is_too_small_is_one_line(tmp_path: Path) -> None:
@@ -278,7 +281,7 @@ def test_a_neighbour_on_the_gpu_is_told(tmp_path: Path) -> None:
 
 
 def test_without_nvml_and_nccl_the_rest_is_measured(tmp_path: Path) -> None:
-    """``pynvml`` cannot be imported, and torch was built without NCCL."""
+    """``pynvml`` cannot be imported, and no communicator of NCCL can be made."""
     pytest.importorskip("megatron.core")
     hidden = tmp_path / "hidden"
     hidden.mkdir()
@@ -286,8 +289,10 @@ def test_without_nvml_and_nccl_the_rest_is_measured(tmp_path: Path) -> None:
     script = script_that_first(
         tmp_path,
         "import torch.distributed.distributed_c10d as c10d\n"
-        "c10d._NCCL_AVAILABLE = False\n"
-        "del c10d.ProcessGroupNCCL",
+        "class Broken(c10d.ProcessGroupNCCL):\n"
+        "    def __init__(self, *_, **__):\n"
+        "        raise RuntimeError('libnccl.so.2: cannot open shared object file')\n"
+        "c10d.ProcessGroupNCCL = Broken",
     )
     flags = ("--prism-world-size", "2", "--prism-iterations", "6", "--prism-replay", "none")
     done = launch(tmp_path, *flags, script=script, extra_path=hidden)

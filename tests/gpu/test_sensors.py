@@ -10,6 +10,7 @@ from prism_plugins.program.measured import GpuState
 
 
 class Nvml:
+    nvmlMemory_v2 = 0x02000028
     NVML_CLOCK_SM = 1
     NVML_TEMPERATURE_GPU = 0
 
@@ -53,7 +54,8 @@ class Nvml:
     def nvmlDeviceGetPowerUsage(self, _):
         return 690_000
 
-    def nvmlDeviceGetMemoryInfo(self, _):
+    def nvmlDeviceGetMemoryInfo(self, _, version):
+        assert version == self.nvmlMemory_v2, "the older structure counts what the driver keeps"
         return types.SimpleNamespace(used=5 << 30)
 
     def nvmlDeviceGetComputeRunningProcesses(self, _):
