@@ -16,7 +16,12 @@ from prism_plugins.emit.ranks import format_ranks, join_ranks
 from prism_plugins.options import Options
 from prism_plugins.program.host_memory import host_memory_findings, host_memory_of_node
 from prism_plugins.program.job import JobPrograms, RankClass
-from prism_plugins.program.memory import groups_outside, memory_findings, memory_of_classes
+from prism_plugins.program.memory import (
+    groups_outside,
+    held_back_bytes,
+    memory_findings,
+    memory_of_classes,
+)
 from prism_plugins.program.memory_device import DeviceOverhead, communicators, with_groups_outside
 from prism_plugins.program.memory_release import IssueTimes
 from prism_plugins.program.model import Program
@@ -73,14 +78,17 @@ def predict_memory(
 ) -> tuple[ClassMemory, ...]:
     """Memory of every class; that of sliced ones by their slice's own ledger."""
 
-    def times_of(rank_class: RankClass) -> IssueTimes | None:
-        usual = next((rank for rank in rank_class.ranks.tolist() if rank not in rank_class.variant_of), None)
-        if timeline is None or usual is None:
-            return None
+    def held_of(rank_class: RankClass) -> int:
+        if timeline is None:
+            return 0
+        from prism_plugins.program.infer import program_of
         from prism_plugins.simulate.engine import op_times
 
-        times = op_times(programs, costs, timeline, usual)
-        return IssueTimes(times.host_ns, times.start_ns, times.end_ns)
+        rank = rank_class.exemplar.rank
+        times = op_times(programs, costs, timeline, rank)
+        return held_back_bytes(
+            program_of(programs, rank), IssueTimes(times.host_ns, times.start_ns, times.end_ns)
+        )
 
     return memory_of_classes(
         programs.classes,
@@ -89,7 +97,7 @@ def predict_memory(
         ledgers=reports,
         overhead=device_overhead(cluster, nccl or NcclSettings()),
         nvls_groups=lambda program: nvls_groups(program, costs),
-        times_of=times_of,
+        held_of=held_of,
     )
 
 

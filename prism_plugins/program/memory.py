@@ -62,7 +62,7 @@ def memory_of_classes(
     overhead: DeviceOverhead | None = None,
     init_communicators: int = 1,
     nvls_groups: Callable[[Program], Collection[int]] = lambda _: (),
-    times_of: Callable[[RankClass], IssueTimes | None] = lambda _: None,
+    held_of: Callable[[RankClass], int] = lambda _: 0,
 ) -> tuple[ClassMemory, ...]:
     """Memory of the ranks of every class: its exemplar, raised to the largest of its variants and sliced ranks.
 
@@ -78,7 +78,7 @@ def memory_of_classes(
         overhead: What CUDA, libraries and NCCL take.
         init_communicators: Communicators that no iteration uses but start-up did (the world group's).
         nvls_groups: Indices of the groups of a program in which a collective takes NVLS.
-        times_of: Simulated times of a class's exemplar; without them no block is held back after its release.
+        held_of: Bytes that a class's ranks hold back at most (:func:`held_back_bytes`).
     """
     ledgers = ledgers or {}
     uses = [
@@ -103,7 +103,7 @@ def memory_of_classes(
             text,
             _corrected(use, missed.get(c.representative, _NOTHING_MISSED)),
             capacity_bytes,
-            held_back_bytes(c.exemplar, times) if (times := times_of(c)) is not None else 0,
+            held_of(c),
             ledgers,
         )
         for c, text, use in zip(classes, ranks, uses, strict=True)

@@ -10,6 +10,7 @@ from prism_plugins.program.job import RankClass
 from prism_plugins.program.memory import (
     allocated_curve,
     categories_at,
+    held_back_bytes,
     memory_findings,
     memory_of_classes,
     memory_of_program,
@@ -328,7 +329,7 @@ def test_blocks_that_other_streams_use_are_held_back_by_the_simulated_lag(lag_ns
     )  # fmt: skip
     (memory,) = memory_of_classes(
         [rank_class(held)], ranks=["0"], capacity_bytes=GIB, ledgers={0: report}, overhead=NOTHING,
-        times_of=lambda _: times,
+        held_of=lambda c: held_back_bytes(c.exemplar, times),
     )  # fmt: skip
     assert memory.held_back_bytes == held_mib * MIB
     assert memory.peak_reserved_bytes == memory.device_used_bytes == reserved_mib * MIB
