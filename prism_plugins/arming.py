@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 ARMED = "PRISM_ARMED"
@@ -160,6 +160,7 @@ def take_over() -> None:
     if words is None:
         for advice in launcher_advice(line, os.environ):
             print(f"prism: {advice}", file=sys.stderr, flush=True)
+        sys.excepthook = _say_why_last(sys.excepthook)
         return
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -213,6 +214,23 @@ def launcher_advice(line: CommandLine, environ: Mapping[str, str]) -> list[str]:
             "is none"
         )
     return advice
+
+
+def _say_why_last(hook: Callable[..., object]) -> Callable[..., object]:
+    """An excepthook for the launcher: of torchrun's ChildFailedError only what the conductor said, which it left in the error
+    file, and not a traceback through torchrun below it. Anything else goes to ``hook``."""
+
+    def shown(kind: type[BaseException], error: BaseException, traceback: object) -> None:
+        said = ""
+        if kind.__name__ == "ChildFailedError" and hasattr(error, "get_first_failure"):
+            failure = error.get_first_failure()[1]
+            said = failure.message.get("message", "") if isinstance(failure.message, dict) else ""
+        if said.strip():
+            print(said.strip().splitlines()[-1], file=sys.stderr, flush=True)
+        else:
+            hook(kind, error, traceback)
+
+    return shown
 
 
 def _is_launcher_module(module: str) -> bool:

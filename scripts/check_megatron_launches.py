@@ -90,6 +90,7 @@ CASES = {
         args=f"{SIZE_8X7B} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4"
         " --expert-model-parallel-size 8 --global-batch-size 256 --use-distributed-optimizer",
     ),
+    "7b-1024": Case(world_size=1024, args=f"{SIZE_7B} {TP8_PP4} --global-batch-size 256"),
     "7b-8192": Case(world_size=8192, args=f"{SIZE_7B} {TP8_PP4} --global-batch-size 2048"),
     "7b-65536": Case(
         world_size=65536,

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from prism_plugins import autoload
-from prism_plugins.arming import conductor_arguments, launcher_advice, parse_command_line
+from prism_plugins.arming import conductor_arguments, launcher_advice, parse_command_line, take_over
 
 
 def clean_environment(**extra):
@@ -213,3 +213,26 @@ def test_a_script_run_inside_a_profiler_is_taken_over_without_it(tmp_path, monke
 )
 def test_command_line_is_split_as_cpython_does(words, expected):
     assert tuple(parse_command_line(words.split())) == expected
+
+
+def test_torchruns_traceback_is_replaced_by_what_went_wrong(tmp_path, monkeypatch, capsys):
+    errors = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "torchrun", "train.py", "--prism-emulate"])
+    monkeypatch.setattr(sys, "argv", ["torchrun", "train.py", "--prism-emulate"])
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error))
+    take_over()
+
+    def failed(content):
+        file = tmp_path / "error.json"
+        file.write_text(content)
+        failure = errors.ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+        error = errors.ChildFailedError("train.py", {0: failure})
+        sys.excepthook(type(error), error, None)
+        return capsys.readouterr().err
+
+    ours = {"message": {"message": "lines\nprism: error: no", "extraInfo": {"timestamp": "1"}}}
+    assert failed(json.dumps(ours)) == "prism: error: no\n"
+    assert not seen
+    assert failed(json.dumps({"message": "of another program", "timestamp": "1"})) == ""
+    assert len(seen) == 1

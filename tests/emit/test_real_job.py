@@ -89,6 +89,17 @@ def test_what_it_says_about_itself(job):
     assert (rundir.path / "trace.pftrace").name in text
 
 
+def test_the_programs_they_are_meant_for_open_all_outputs(job):
+    """scripts/check_outputs.py: tools that are not installed are named, one that reads something else fails."""
+    rundir, _ = job
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT.with_name("check_outputs.py")), str(rundir.path), "--ranks", "0,2"],
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.splitlines()[-1].split(" ok")[0]) >= 3, done.stdout
+
+
 def test_ops_of_a_rank_no_slice_ran(job):
     rundir, _ = job
     sliced = rundir.read_info().slices
