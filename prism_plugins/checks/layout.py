@@ -3,6 +3,7 @@ happen."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -94,7 +95,7 @@ def _balance(facts: JobFacts, job: JobPrograms, timeline: Timeline) -> list[Find
         return found
     worst = int(busy.argmax())
     text = (
-        f"stage {worst} ({facts.stages[worst].fingerprint}) computes {busy[worst]:.0f} ms an iteration, the mean of the "
+        f"stage {worst} ({held(facts.stages[worst].fingerprint)}) computes {busy[worst]:.0f} ms an iteration, the mean of the "
         f"{layout.pp} stages is {mean:.0f} ms: the others wait for it"
     )
     split = better_split([stage.layers for stage in facts.stages], busy)
@@ -105,6 +106,11 @@ def _balance(facts: JobFacts, job: JobPrograms, timeline: Timeline) -> list[Find
         )
     found.append(Finding(kind="layout", severity="info", message=text))
     return found
+
+
+def held(fingerprint: str) -> str:
+    """A stage's fingerprint for people: ``12x Block, Head`` of ``12x Block-3f2a91, Head``."""
+    return re.sub(r"-[0-9a-f]{6}\b", "", fingerprint)
 
 
 def better_split(layers: list[int], busy: np.ndarray) -> tuple[list[int], float] | None:

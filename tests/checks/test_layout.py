@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from builders import Builder, collective, one_class_per_rank
 
-from prism_plugins.checks.layout import better_split, layout_findings
+from prism_plugins.checks.layout import better_split, held, layout_findings
 from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.program.slices import JobFacts
 from prism_plugins.world.layout import Layout
@@ -51,3 +51,8 @@ def test_overlap_that_needs_one_connection() -> None:
     (message,) = findings(layout, builders=builders)
     assert "CUDA_DEVICE_MAX_CONNECTIONS is not set" in message
     assert findings(layout, builders=builders, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) == []
+
+
+def test_layers_are_named_without_the_digests_of_their_fields() -> None:
+    shown = held("12x Block-3f2a91, Head-0a1b2c, loss train.loss | ties of stage 3: embed")
+    assert shown == "12x Block, Head, loss train.loss | ties of stage 3: embed"
