@@ -51,11 +51,12 @@ def main() -> int:
         return 128 + signal.SIGPIPE
     except Interrupted as stop:
         name = signal.Signals(stop.number).name
-        print(
-            f"prism: stopped by {name}; the same command again reuses the slices that had finished",
-            file=sys.stderr,
-            flush=True,
+        kept = (
+            "slices on a GPU are measured anew"
+            if job.options.device == "cuda"
+            else "the same command again reuses the slices that had finished"
         )
+        print(f"prism: stopped by {name}; {kept}", file=sys.stderr, flush=True)
         return 128 + stop.number
 
 

@@ -89,6 +89,7 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
     truth = recorded(name)
     if torch.cuda.device_count() >= num_gpus:
         truth = measure(name, args) or truth
+        (args.out / f"truth-{name}.json").write_text(json.dumps(truth, indent=1))
     run = args.out / f"run-{name}"
     command, env = emulation(name, num_gpus, run, args)
     log = args.out / f"{name}.log"

@@ -39,8 +39,8 @@ def make_schedule(iterations: int, *, traced: int = TRACED) -> Schedule:
 def scale_of(timed_ms: float, *, span_ms: float, busy_ms: float) -> tuple[float, str]:
     """By what to multiply traced durations, and a remark where the two disagree too much to be corrected.
 
-    Where the GPU is the bound, a traced iteration differs from a timed one by what the profiler changes of the clocks
-    (its pauses cool the GPU); everywhere else kernels take what CUPTI says, and only the host is slowed down.
+    Where the GPU is the bound, a traced iteration is shorter than a timed one if the pauses around it cooled the GPU. A longer
+    one was held up by the profiler's work on the host: kernels take what CUPTI says, there and wherever the host is the bound.
     """
     if min(timed_ms, span_ms, busy_ms) <= 0 or busy_ms / span_ms < _BUSY:
         return 1.0, ""
@@ -50,7 +50,7 @@ def scale_of(timed_ms: float, *, span_ms: float, busy_ms: float) -> tuple[float,
             f"a traced iteration takes {span_ms:.1f} ms, one without the profiler {timed_ms:.1f} ms: kernel times are the "
             "profiler's"
         )
-    return scale, ""
+    return max(1.0, scale), ""
 
 
 def host_ratio(plain: Mapping[str, Sequence[int]], traced: Mapping[str, Sequence[int]]) -> float:
