@@ -7,6 +7,8 @@ weight gradient.
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 
 from prism_plugins.costs.families import family_of
@@ -31,6 +33,19 @@ CASES = {
     "tp": {"parallel": TP},
     "sequence parallel": {"parallel": TP, "config": SP},
     "overlap": {"parallel": TP, "config": {**SP, "tp_comm_overlap": True}},
+    "overlap without bulk": {
+        "parallel": TP,
+        "config": {
+            **SP,
+            "tp_comm_overlap": True,
+            "tp_comm_bulk_dgrad": False,
+            "tp_comm_bulk_wgrad": False,
+        },
+    },
+    "overlap in bulk only": {
+        "parallel": TP,
+        "config": {**SP, "tp_comm_overlap": True, "tp_comm_overlap_ag": False, "tp_comm_overlap_rs": False},
+    },
     "unfused": {"config": {"attention_backend": "unfused"}},
     "flash": {"config": {"attention_backend": "flash"}},
     "rope": {"config": {"apply_rope_fusion": True}},
@@ -178,6 +193,23 @@ def test_overlapped_communication_is_on_the_group(counts, recorded):
     assert op("te::userbuffers_copy") == 6 * L * M
     assert counts("sequence parallel")[0]("te::userbuffers_copy") == 0
     # The same collectives on the same group, now beside GEMMs.
+    for kind in ("all_gather", "reduce_scatter"):
+        assert comm(kind) == counts("sequence parallel")[1](kind)
+
+
+@pytest.mark.parametrize(
+    ("case", "copies"),
+    [
+        # Inputs of qkv and fc1 forward, gradients of projection and fc2 backward.
+        ("overlap without bulk", 4),
+        # Inputs of qkv and fc1, gathered again beside the GEMM of the data gradient.
+        ("overlap in bulk only", 2),
+    ],
+)
+def test_kinds_of_overlapped_communication(counts, case, copies):
+    op, comm = counts(case)
+    check_layers(op)
+    assert op("te::userbuffers_copy") == copies * L * M
     for kind in ("all_gather", "reduce_scatter"):
         assert comm(kind) == counts("sequence parallel")[1](kind)
 
@@ -342,6 +374,20 @@ def test_current_scaling_finds_the_largest_values_first(counts):
     # Where a tensor is split over the group, all must agree: the inputs of qkv and fc1, the gradients of projection and
     # fc2.
     assert comm("all_reduce") - counts("sequence parallel")[1]("all_reduce") == 4 * L * M
+
+
+def test_blocks_of_32_on_blackwell(run_models):
+    case = {"parallel": TP, "config": {**SP, "fp8": "e4m3", "fp8_recipe": "mxfp8"}}
+    case |= {"num_microbatches": M, "num_layers": L}
+    result = run_models({"mxfp8": case}, cluster="dgx-b200")["mxfp8"]
+    assert "error" not in result, result["error"]
+    op = collections.Counter(result["ops"])
+    check_layers(lambda name: op[name], gemm="te::fp8_gemm")
+    check_attention(lambda name: op[name])
+    # Scales are found block by block in the kernel that quantizes: nothing is searched or shared before.
+    assert op["te::compute_amax"] == op["te::compute_scale_from_amax"] == op["te::amax_and_scale_update"] == 0
+    # Inputs, gradients and (once) weights of four linear layers, and the projection's input again.
+    assert op["te::quantize"] + op["te::bgrad_quantize"] == 8 * L * M + 4 * L + L * M
 
 
 def test_every_recorded_op_has_a_cost_rule(recorded):
