@@ -188,7 +188,7 @@ def _of_rank(view: JobView, real: RealRank, run: RealRun, limit: int) -> Rendera
         parts.append(
             Text(
                 "\n".join(
-                    f"  {_name(r.key)}: price off by {r.price_error_ms:+.2f} ms, {r.provenance}"
+                    f"  {_name(r.key)}: price off by {r.price_error_ms:+z.2f} ms, {r.provenance}"
                     for r in worst[:limit]
                 )
             )
@@ -230,15 +230,15 @@ def _rows(title: str, rows: Sequence[Row], limit: int, total_ms: float) -> Itera
         table.add_row(
             _name(row.key) + (" (all shapes)" if row.by_name and not row.key.group else ""),
             *(f"{side.ms:,.2f} ms" if side else "–" for side in (row.predicted, row.real)),
-            f"{row.delta_ms:+,.2f} ms",
-            f"{100 * row.delta_ms / max(total_ms, 1e-9):+.1f} %",
+            f"{row.delta_ms:+z,.2f} ms",
+            f"{100 * row.delta_ms / max(total_ms, 1e-9):+z.1f} %",
             _calls(row.predicted, row.real),
             row.provenance + (f", {row.alone_ms:,.2f} ms alone" if row.stretched else ""),
         )
     yield table
     if len(rows) > limit:
         rest = sum(row.delta_ms for row in rows[limit:])
-        yield Text(f"… {len(rows) - limit} more, together {rest:+,.2f} ms", style="dim")
+        yield Text(f"… {len(rows) - limit} more, together {rest:+z,.2f} ms", style="dim")
 
 
 def _write_calibration(view: JobView, real: RealRank, path: Path) -> None:
@@ -263,7 +263,7 @@ def _table(*columns: str) -> Table:
 
 
 def _both(predicted: float, real: float, text) -> tuple[str, str, str]:
-    error = f"{100 * (predicted / real - 1):+.1f} %" if real else ""
+    error = f"{100 * (predicted / real - 1):+z.1f} %" if real else ""
     return text(predicted), text(real), error
 
 

@@ -356,7 +356,7 @@ def print_report(report: FaultReport, console: Console, *, world_size: int) -> N
         times = np.array(report.iteration_ms)
         mean = float(times.mean())
         console.print(
-            f"with the faults        {milliseconds(mean)}  ({mean / report.undisturbed_ms - 1:+.2%}, costs "
+            f"with the faults        {milliseconds(mean)}  ({mean / report.undisturbed_ms - 1:+z.2%}, costs "
             f"{(mean - report.undisturbed_ms) / 1e3 * world_size / 3600:.4f} GPU hours an iteration)"
         )
         if len(times) > 1:

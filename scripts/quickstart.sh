@@ -4,6 +4,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup_env.sh megatron
+# As Megatron-LM asks for: its overlap of tensor-parallel calls needs one queue.
+export CUDA_DEVICE_MAX_CONNECTIONS=1
 exec "${PRISM_VENV:-.venv}/bin/torchrun" --nproc-per-node 1 scripts/train_gpt_megatron.py \
   --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 \
   --prism-emulate --prism-world-size 64 "$@"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def read_flight_recorder(path: Path) -> RealRun:
 def _key(entry: dict) -> OpKey:
     group = entry.get("process_group")
     desc = str(group[1]) if isinstance(group, (list, tuple)) and len(group) > 1 else ""
-    name = str(entry.get("profiling_name", "")).removeprefix("nccl:").partition(" ")[0]
+    name = str(entry.get("profiling_name", "")).rpartition(":")[2].partition(" ")[0]
     sizes = [*_sizes(entry.get("input_sizes")), *_sizes(entry.get("output_sizes"))]
     desc = desc.removesuffix(MESSAGE)  # prism's own dumps
     return OpKey(_KINDS.get(name, name), ((max(sizes, default=0),),), desc or "unnamed group")
@@ -84,6 +85,13 @@ def _rank_of(path: Path, index: int) -> int:
     return int(digits) if digits and len(digits) < 9 else index
 
 
+def _check_pickle(data: bytes) -> None:
+    """Refuse a damaged pickle that would take far more memory than it is long: its memo is an array that one number grows."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if "PUT" in opcode.name and isinstance(argument, int) and argument > len(data):
+            raise pickle.UnpicklingError(f"entry {argument} of a memo in {len(data)} bytes")
+
+
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
@@ -98,7 +106,11 @@ def _entries(path: Path) -> list[dict]:
     if len(data) > _MAX_BYTES:
         raise FileFormatError(f"{path} is larger than {_MAX_BYTES >> 20} MiB")
     try:
-        dump = json.loads(data) if data[:1] != b"\x80" else _Plain(io.BytesIO(data)).load()
+        if data[:1] == b"\x80":
+            _check_pickle(data)
+            dump = _Plain(io.BytesIO(data)).load()
+        else:
+            dump = json.loads(data)
     except Exception as error:  # a pickle can raise anything
         raise FileFormatError(f"{path} is not a flight recorder's dump: {error}") from None
     entries = dump.get("entries") if isinstance(dump, dict) else None

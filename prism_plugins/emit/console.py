@@ -187,7 +187,7 @@ def _replay(p: Prediction) -> Text:
     for one in p.replay:
         error = one.iteration_time_ms / one.simulated_ms - 1 if one.simulated_ms else 0.0
         lines.append(
-            f"rank {one.rank} on this GPU: {milliseconds(one.iteration_time_ms)} ({100 * error:+.1f} % of the simulation), "
+            f"rank {one.rank} on this GPU: {milliseconds(one.iteration_time_ms)} ({100 * error:+z.1f} % of the simulation), "
             f"spread {100 * one.spread:.1f} % over {one.iterations} iterations; its log: {one.log}"
         )
     return Text("\n".join(lines))

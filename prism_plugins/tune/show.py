@@ -141,7 +141,7 @@ def why(best: Candidate, own: Candidate | None, capacity_bytes: int) -> list[str
             f"yours needs {old.memory_bytes / _GIB:.1f} GiB of {capacity_bytes / _GIB:.1f} and does not fit"
         )
     lines.append(
-        f"{old.iteration_ms:,.0f} -> {new.iteration_ms:,.0f} ms an iteration ({old.iteration_ms / new.iteration_ms - 1:+.1%} "
+        f"{old.iteration_ms:,.0f} -> {new.iteration_ms:,.0f} ms an iteration ({old.iteration_ms / new.iteration_ms - 1:+z.1%} "
         f"throughput, both {new.source})"
         if new.source == old.source
         else f"{old.iteration_ms:,.0f} ({old.source}) -> {new.iteration_ms:,.0f} ms ({new.source}) an iteration"
