@@ -207,8 +207,6 @@ class PartitionedProgram:
         self.program = program
         self._partitions = partitions
         self._form = form_of(partitions, kind)
-        self._reduced = {parameter for bucket in buckets for parameter in bucket}
-        self._zeroed = self._without_gradient(kind)
         self._tables = Tables(program.signatures)
         self._rows: list[Row] = program.events.tolist()
         self._back: _Copy | None = None
@@ -250,8 +248,6 @@ class PartitionedProgram:
         """The events of each stretch."""
         if form_of(self._partitions, kind) != self._form:
             raise CannotDeriveError("no slice of a rank with as many fragments")
-        if self._without_gradient(kind) != self._zeroed:
-            raise CannotDeriveError("parameters without a gradient belong to a rank that was not sliced")
         lists, owned = _lists(self._partitions, kind), _owned_lists(self._partitions, kind)
         issued: list[list[Row]] = []
         next_id = self._next_id
@@ -263,13 +259,6 @@ class PartitionedProgram:
             else:
                 issued.append(self._copies(stretch, kind, tables, has_buffer))
         return issued
-
-    def _without_gradient(self, kind: int) -> set[int]:
-        """Parameters of which a rank of this kind owns a part and that are never reduced (as a tied module's others, on a stage that
-        uses one of them): it fills in zeros."""
-        if not self._reduced:
-            return set()
-        return {fragment.parameter for fragment in self._partitions.owned[kind]} - self._reduced
 
     def _copies(self, stretch: _Copies, kind: int, tables: Tables, has_buffer: set[int]) -> list[Row]:
         own = _own_of_bucket(self._partitions, kind, stretch.bucket)

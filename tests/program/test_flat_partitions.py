@@ -106,29 +106,6 @@ def test_what_is_done_with_whole_parameters_has_to_be_seen():
         partitioned.check(kind_of[with_whole[0]])
 
 
-def test_who_fills_in_zeros_for_a_parameter_without_a_gradient_is_not_derived():
-    unused = len(GROUP) - 1
-    job = PartitionedJob([GROUP], [list(range(unused))], dp=12)
-    partitions, kind_of = job.facts.partitions, job.facts.kind_of
-    owner = next(r for r in range(12) if any(f.parameter == unused for f in job.owned[r]))
-    form = form_of(partitions, kind_of[owner])
-    others = [
-        r for r in range(12) if kind_of[r] != kind_of[owner] and form_of(partitions, kind_of[r]) == form
-    ]
-    refused = 0
-    for source in others:
-        try:
-            partitioned = PartitionedProgram(
-                job.programs[source], partitions, kind_of[source], job.reports[0].gradient_buckets
-            )
-        except CannotDeriveError:
-            continue
-        with pytest.raises(CannotDeriveError, match="without a gradient"):
-            partitioned.check(kind_of[owner])
-        refused += 1
-    assert refused
-
-
 @pytest.mark.parametrize("broken", ["buckets", "copies"])
 def test_a_program_that_is_not_understood_is_not_derived_from(broken):
     job = PartitionedJob([GROUP], ONE_BUCKET, dp=64)
