@@ -210,7 +210,7 @@ def predict(case: dict, args: argparse.Namespace) -> dict | None:
     if implementation == "local":
         apex = WITHOUT_APEX.split() if args.without_apex else ("--prism-apex",)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(args.megatron / "pretrain_gpt.py"),
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(args.megatron / "pretrain_gpt.py"),
         *megatron_args(case, implementation), *apex, "--prism-emulate", f"--prism-world-size={case['num_gpus']}",
         f"--prism-cluster={cluster}", f"--prism-out={out}", *args.prism_args.split(),
     ]  # fmt: skip
@@ -221,12 +221,13 @@ def predict(case: dict, args: argparse.Namespace) -> dict | None:
     if (out / "prediction.json").exists():
         return json.loads((out / "prediction.json").read_text())
     out.parent.mkdir(parents=True, exist_ok=True)
+    log_path = out.with_name(f"{out.name}.log")
     began = time.time()
-    with out.with_suffix(".log").open("w") as log:
+    with log_path.open("w") as log:
         status = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT).returncode
     if status or not (out / "prediction.json").exists():
         print(
-            f"{case['id']}: status {status} after {time.time() - began:.0f} s, see {out.with_suffix('.log')}",
+            f"{case['id']}: status {status} after {time.time() - began:.0f} s, see {log_path}",
             flush=True,
         )
         return None
