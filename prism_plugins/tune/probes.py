@@ -14,7 +14,7 @@ import numpy as np
 
 from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.calibration import Calibration
-from prism_plugins.costs.cluster import Cluster
+from prism_plugins.costs.cluster import Cluster, load_cluster
 from prism_plugins.costs.model import build_cost_model, host_of
 from prism_plugins.costs.nccl.settings import NcclSettings
 from prism_plugins.errors import PrismError
@@ -258,14 +258,8 @@ class Probes:
             return
         cluster = self.cluster
         if self._job.options.device == "virtual" and cluster.host.from_slices:
-            if any(self._earlier_host):
-                op, view, comm = self._earlier_host
-                target = host_of(self._calibration)
-                calls = target.benchmark.enqueue_us if target is not None and target.benchmark else {}
-                host = msgspec.structs.replace(
-                    cluster.host, op_us=op, view_us=view, comm_us=comm, enqueue_us=calls
-                )
-                cluster = msgspec.structs.replace(cluster, host=host)
+            if any(self._earlier_host) and self._dir.cluster.exists():
+                cluster = load_cluster(str(self._dir.cluster))
             else:
                 ranks = np.arange(layout.world_size)
                 cls = RankClass(name="all", ranks=ranks, representative=0, exemplar=program)

@@ -80,8 +80,12 @@ def test_no_bound_is_above_an_emulation_and_composed_figures_are_near(searched: 
 def test_a_second_start_runs_nothing_again(searched: Path) -> None:
     probes = {p: p.stat().st_mtime_ns for p in searched.glob("probes/*/report.json")}
     assert probes
+    before = json.loads((searched / "tune.json").read_text())
     began = time.time()
     assert tune(searched, "--emulate", "1") == 0
+    after = json.loads((searched / "tune.json").read_text())
+    assert after["host_us"] == before["host_us"]
+    assert after["own"]["composed"] == before["own"]["composed"]
     assert {p: p.stat().st_mtime_ns for p in searched.glob("probes/*/report.json")} == probes
     assert not [p for p in searched.glob("runs/*/run.json") if p.stat().st_mtime > began]
 
