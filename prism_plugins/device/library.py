@@ -6,9 +6,10 @@ Calls keep the GIL (``ctypes.PyDLL``): every function here returns in well under
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any
 
 from prism_plugins.errors import PrismError
 
@@ -111,7 +112,7 @@ def call(name: str, *arguments: object) -> object:
     return function(name)(*arguments)
 
 
-def function(name: str) -> ctypes._NamedFuncPointer:
+def function(name: str) -> Callable[..., Any]:
     """The C function ``prism_<name>``. Raises PrismError outside a slice."""
     if _loaded is None:
         raise PrismError("the virtual CUDA device is not loaded: this works inside a slice only")
