@@ -83,8 +83,9 @@ def _rows(program: Program, tables: _Tables) -> np.ndarray:
     rows = np.zeros(len(events), dtype=_ROW)
     for column in ("kind", "flags", "stream"):
         rows[column] = events[column]
-    # Whether a value that is read back was computed is prism's matter, not the job's.
-    rows["flags"] &= np.uint8(0xFF ^ EventFlag.SYNTHESIZED)
+    # Whether a value that is read back was computed is prism's matter, not the job's; so is what its ledger notes of an allocation that
+    # another stream uses: of two buffers used in turn (ZeRO-2's buckets) a rank may give either one, or both.
+    rows["flags"] &= np.uint8(0xFF ^ EventFlag.SYNTHESIZED ^ EventFlag.OTHER_STREAM)
     for kind, keys in (
         (EventKind.KERNEL, [op_key(s) for s in program.signatures]),
         (EventKind.COMM, [comm_key(program, i) for i in range(len(program.comms))]),
