@@ -7,6 +7,7 @@ exits with status 0 and the report says how it went.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.metadata
 import os
 import signal
@@ -384,6 +385,7 @@ def run_child(piece: Slice) -> None:
 def main() -> None:
     """Entry point of the child process; never returns."""
     end_with_parent()
+    faulthandler.enable(all_threads=False)  # a crash in compiled code says where in the script it was
     spec = read_json(Path(sys.argv[1]), SliceSpec)
     piece = Slice(spec)
     run_child(piece)

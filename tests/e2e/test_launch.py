@@ -178,6 +178,13 @@ def test_a_killed_slice(place):
     assert "last words" in done.stderr
 
 
+def test_a_fault_in_compiled_code_says_where_in_the_script(place):
+    (place.path / "faults.py").write_text("import ctypes, torch\nctypes.string_at(0)\n")
+    done = place.run("faults.py", check=False)
+    assert "ended by SIGSEGV" in done.stderr
+    assert 'faults.py", line 2' in done.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
