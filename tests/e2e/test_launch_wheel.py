@@ -95,7 +95,7 @@ def test_everything_is_in_the_wheel(environment, tmp_path):
     assert str(environment) in file
     assert "dgx-h100" in presets
     assert gpu == "NVIDIA H200"
-    assert integrations == "['deepspeed', 'megatron', 'torch.distributed', 'transformer_engine']"
+    assert integrations == "['apex', 'deepspeed', 'megatron', 'torch.distributed', 'transformer_engine']"
     assert te == "2.8"
     assert sources != "[]"
 
