@@ -26,8 +26,7 @@ from prism_plugins.emit.ranks import format_ranks
 from prism_plugins.errors import PrismError
 from prism_plugins.predict import Evidence, device_overhead, nvls_groups, predict, predict_memory
 from prism_plugins.program.job import JobPrograms
-from prism_plugins.program.memory import groups_outside
-from prism_plugins.program.memory_device import communicators, with_groups_outside
+from prism_plugins.program.memory import communicators_of
 from prism_plugins.program.prediction import ClassMemory, Prediction
 from prism_plugins.program.slices import SliceReport
 from prism_plugins.rundir import RunDir
@@ -196,12 +195,12 @@ def _memory(
     overhead = device_overhead(cluster, nccl)
     found = []
     for rank_class in job.classes:
-        memory, program = kept[format_ranks(rank_class.ranks)], rank_class.exemplar
-        uses = with_groups_outside(
-            communicators(
-                program, gpus_per_domain=overhead.gpus_per_domain, nvls_groups=nvls_groups(program, costs)
-            ),
-            groups_outside(rank_class, reports),
+        memory = kept[format_ranks(rank_class.ranks)]
+        uses = communicators_of(
+            rank_class,
+            reports,
+            gpus_per_domain=overhead.gpus_per_domain,
+            nvls_groups=nvls_groups(rank_class.exemplar, costs),
         )
         outside = overhead.parts(uses, init_communicators=1)
         taken = sum(outside.values())

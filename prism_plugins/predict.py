@@ -17,12 +17,12 @@ from prism_plugins.options import Options
 from prism_plugins.program.host_memory import host_memory_findings, host_memory_of_node
 from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.memory import (
-    groups_outside,
+    communicators_of,
     held_back_bytes,
     memory_findings,
     memory_of_classes,
 )
-from prism_plugins.program.memory_device import DeviceOverhead, communicators, with_groups_outside
+from prism_plugins.program.memory_device import DeviceOverhead
 from prism_plugins.program.memory_release import IssueTimes
 from prism_plugins.program.model import Program
 from prism_plugins.program.prediction import (
@@ -110,10 +110,7 @@ def communicator_start_of(
     """The class that takes longest to open its communicators; of equal ones the first."""
     starts = []
     for rank_class, held in zip(classes, memory, strict=True):
-        uses = with_groups_outside(
-            communicators(rank_class.exemplar, gpus_per_domain=cluster.gpus_per_domain),
-            groups_outside(rank_class, reports),
-        )
+        uses = communicators_of(rank_class, reports, gpus_per_domain=cluster.gpus_per_domain)
         nbytes = sum(size for name, size in held.outside_torch.items() if name.startswith("nccl"))
         if uses:
             starts.append(communicator_start(uses, num_bytes=nbytes, ranks=held.ranks))

@@ -46,7 +46,7 @@ LOCAL = (
     " --no-rope-fusion --attention-backend unfused --disable-bias-linear"
 )
 CORE = "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32 --vocab-size 256 --micro-batch-size 1"
-REFUSED = re.compile(r'File "[^"]*/(?:megatron|deepspeed|Megatron-LM|mlm)/[^"]*", line \d+, in ')
+REFUSED = re.compile(r'File "[^"]*/(?:megatron|deepspeed|Megatron-LM)/[^"]*", line \d+, in ')
 
 
 @dataclass

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from prism_plugins.errors import PrismError
-from prism_plugins.integration.kernels import empty, empty_like, record, synthesized, zeros
+from prism_plugins.integration.kernels import (
+    empty,
+    empty_like,
+    record,
+    record_adam,
+    record_scale,
+    record_sgd,
+    synthesized,
+    zeros,
+)
 
 LONGEST_ROW = 16384
 """Keys that the fused softmax kernels take (``TORCH_INTERNAL_ASSERT(key_seq_len <= 16384)``)."""
@@ -115,23 +124,15 @@ def _l2norm(
 
 
 def _scale(chunk_size: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
-    sources, targets = lists
-    record("apex::multi_tensor_scale", sources, targets)
-    for tensor in targets:
-        synthesized(tensor)
+    record_scale("apex::multi_tensor_scale", lists)
 
 
 def _adam(chunk_size: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], *settings: Any) -> None:
-    gradients, parameters, *moments = lists
-    record("apex::multi_tensor_adam", [*parameters, *gradients, *(t for ts in moments for t in ts)])
-    for tensor in (t for ts in (parameters, *moments) for t in ts):
-        synthesized(tensor)
+    record_adam("apex::multi_tensor_adam", lists)
 
 
 def _sgd(chunk_size: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], *settings: Any) -> None:
-    record("apex::multi_tensor_sgd", [t for ts in lists for t in ts])
-    for tensor in (t for ts in lists[1:] for t in ts):
-        synthesized(tensor)
+    record_sgd("apex::multi_tensor_sgd", lists)
 
 
 # ── layer norm ───────────────────────────────────────────────────────────────────────────────────────────────

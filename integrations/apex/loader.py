@@ -11,7 +11,7 @@ from types import ModuleType
 
 from prism_plugins.integration import SliceContext
 from prism_plugins.integrations.apex import kernels, layers, optimizers
-from prism_plugins.integrations.transformer_engine.apex import fill_module as fill_weight_gradient
+from prism_plugins.integrations.apex.weight_gradient import fill_weight_gradient
 
 COMPILED: dict[str, Callable[[ModuleType], None]] = {
     "amp_C": kernels.fill_multi_tensor,

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from prism_plugins.errors import PrismError
-from prism_plugins.integration.knobs import divisors, narrowed, pairs, powers_of_2, without
+from prism_plugins.integration.knobs import divisors, narrowed, pairs, powers_of_2, scalars, verdicts, without
 from prism_plugins.integration.tuning import (
     Arguments,
     Knob,
@@ -67,18 +67,13 @@ class DeepSpeedTuner:
         """The script's parser, then ``DeepSpeedConfig`` of the file that the command line names."""
         if "deepspeed" not in sys.modules:
             return
-        for i, command in enumerate(commands):
-            try:
-                arguments = _parsed(parser, command)
-                config = read_config(find_config(command)[1])
-                _validate(config, arguments)
-            except (PrismError, AssertionError, ValueError, TypeError, KeyError) as error:
-                yield Verdict(legal=False, reason=" ".join(str(error).split()) or type(error).__name__)
-                continue
-            found = dict(arguments) if i == 0 else {}
-            if i == 0:
-                found["prism_flags"] = sorted(parser._option_string_actions)
-            yield Verdict(legal=True, arguments=found)
+
+        def validate(arguments: Any, command: Sequence[str]) -> None:
+            _validate(read_config(find_config(command)[1]), scalars(arguments))
+
+        yield from verdicts(
+            parser, commands, validate, refusals=(AssertionError, ValueError, TypeError, KeyError)
+        )
 
     def space(
         self,
@@ -99,15 +94,6 @@ class DeepSpeedTuner:
             chosen=chosen,
             directory=directory,
         )
-
-
-def _parsed(parser: Any, command: Sequence[str]) -> dict[str, Any]:
-    def refuse(message: str) -> None:
-        raise PrismError(message)
-
-    parser.error = refuse
-    values = vars(parser.parse_args(list(command[1:])))
-    return {k: v for k, v in values.items() if isinstance(v, int | float | str | None)}
 
 
 def _validate(config: Config, arguments: Mapping[str, Any]) -> None:

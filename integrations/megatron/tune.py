@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prism_plugins.errors import PrismError
-from prism_plugins.integration.knobs import divisors, narrowed, pairs, powers_of_2, without
+from prism_plugins.integration.knobs import divisors, narrowed, pairs, powers_of_2, verdicts, without
 from prism_plugins.integration.tuning import (
     Arguments,
     Chunk,
@@ -66,18 +66,13 @@ class MegatronTuner:
         """The script's parser, then ``megatron.training``'s ``validate_args`` where the script uses it."""
         if "megatron.core" not in sys.modules:
             return
-        for i, command in enumerate(commands):
-            try:
-                arguments = _parse(parser, command)
-            except (AssertionError, ValueError, RuntimeError, TypeError, KeyError, PrismError) as error:
-                reason = " ".join(str(error).split()) or f"{type(error).__name__} in Megatron's validation"
-                yield Verdict(legal=False, reason=reason)
-                continue
-            found = {}
-            if i == 0:
-                found = {k: v for k, v in vars(arguments).items() if isinstance(v, int | float | str | None)}
-                found["prism_flags"] = sorted(parser._option_string_actions)
-            yield Verdict(legal=True, arguments=found)
+        yield from verdicts(
+            parser,
+            commands,
+            _validate,
+            refusals=(AssertionError, ValueError, RuntimeError, TypeError, KeyError),
+            where=" in Megatron's validation",
+        )
 
     def space(
         self,
@@ -95,20 +90,13 @@ class MegatronTuner:
         )
 
 
-def _parse(parser: Any, command: Sequence[str]) -> Any:
-    """Parsed and validated arguments. Raises what the framework raises; PrismError for what argparse refuses."""
-
-    def refuse(message: str) -> None:
-        raise PrismError(message)
-
-    parser.error = refuse
-    arguments = parser.parse_args(list(command[1:]))
+def _validate(arguments: Any, command: Sequence[str]) -> None:
+    """Megatron-LM's own validation of parsed arguments, which it completes. Raises what the framework raises."""
     training = sys.modules.get("megatron.training.arguments")
     if training is not None and hasattr(arguments, "yaml_cfg"):
         arguments.rank = int(os.environ["RANK"])
         arguments.world_size = int(os.environ["WORLD_SIZE"])
         training.validate_args(arguments, {})
-    return arguments
 
 
 class _Work(NamedTuple):

@@ -158,9 +158,9 @@ class _Finder(importlib.abc.MetaPathFinder):
             importlib.metadata.version = real
 
     def _fill_apex(self, module: ModuleType) -> None:
-        from prism_plugins.integrations.transformer_engine.apex import fill_module
+        from prism_plugins.integrations.apex.weight_gradient import fill_weight_gradient
 
-        fill_module(module)
+        fill_weight_gradient(module)
         self._context.assume("Apex's fused weight gradient kernel is taken as installed on the cluster")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from prism_plugins.integration.kernels import empty, record, synthesized, zeros
+from prism_plugins.integration.kernels import empty, record, record_adam, record_scale, record_sgd, zeros
 from prism_plugins.integrations.transformer_engine.calls import Call, implements
 
 _CHUNKS_PER_LAUNCH = 320
@@ -39,29 +39,17 @@ def _l2norm(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     "multi_tensor_adam_capturable_master",
 )
 def _adam(call: Call) -> None:
-    """Lists are gradients, parameters, both moments and, where there are, master parameters. Gradients stay."""
-    gradients, *changed = call.tensor_lists
-    parameters, *rest = changed
-    record(f"te::{call.name}", [*parameters, *gradients, *(t for tensors in rest for t in tensors)])
-    for tensors in changed:
-        for tensor in tensors:
-            synthesized(tensor)
+    record_adam(f"te::{call.name}", call.tensor_lists)
 
 
 @implements("multi_tensor_sgd")
 def _sgd(call: Call) -> None:
-    record("te::multi_tensor_sgd", [tensor for tensors in call.tensor_lists for tensor in tensors])
-    for tensors in call.tensor_lists[1:]:
-        for tensor in tensors:
-            synthesized(tensor)
+    record_sgd("te::multi_tensor_sgd", call.tensor_lists)
 
 
 @implements("multi_tensor_scale", "multi_tensor_scale_tensor")
 def _scale(call: Call) -> None:
-    sources, targets = call.tensor_lists
-    record(f"te::{call.name}", sources, targets)
-    for tensor in targets:
-        synthesized(tensor)
+    record_scale(f"te::{call.name}", call.tensor_lists)
 
 
 @implements("multi_tensor_compute_scale_and_scale_inv", "multi_tensor_compute_scale_inv_e8m0")

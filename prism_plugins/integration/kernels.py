@@ -6,6 +6,7 @@ For integrations that put something under the Python of a package whose compiled
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -54,6 +55,31 @@ def record(op: str, inputs: Sequence[Operand], outputs: Sequence[Operand] = (), 
         recorder.launch(
             _intern(op, tuple(map(spec, inputs)), tuple(map(spec, outputs)), tuple(scalars.items()))
         )
+
+
+def record_adam(op: str, lists: Sequence[Sequence[torch.Tensor]]) -> None:
+    """One launch over lists of tensors: gradients, which stay, parameters, moments and, where there are, master parameters."""
+    gradients, parameters, *rest = lists
+    record(op, [*parameters, *gradients, *itertools.chain(*rest)])
+    _written(parameters, *rest)
+
+
+def record_sgd(op: str, lists: Sequence[Sequence[torch.Tensor]]) -> None:
+    """The same: gradients, which stay, parameters and momenta."""
+    record(op, [*itertools.chain(*lists)])
+    _written(*lists[1:])
+
+
+def record_scale(op: str, lists: Sequence[Sequence[torch.Tensor]]) -> None:
+    """One launch over lists of sources and of targets."""
+    sources, targets = lists
+    record(op, sources, targets)
+    _written(targets)
+
+
+def _written(*lists: Sequence[torch.Tensor]) -> None:
+    for tensor in itertools.chain(*lists):
+        synthesized(tensor)
 
 
 @functools.lru_cache(maxsize=16384)

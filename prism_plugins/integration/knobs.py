@@ -1,11 +1,52 @@
-"""What the layout spaces of all frameworks need: narrowing knobs, editing command lines."""
+"""What the layout spaces of all frameworks need: judging command lines, narrowing knobs, editing command lines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prism_plugins.errors import PrismError
-from prism_plugins.integration.tuning import Knob
+from prism_plugins.integration.tuning import Knob, Verdict
+
+
+def verdicts(
+    parser: Any,
+    commands: Sequence[Sequence[str]],
+    validate: Callable[[Any, Sequence[str]], None],
+    *,
+    refusals: tuple[type[Exception], ...],
+    where: str = "",
+) -> Iterator[Verdict]:
+    """What the script's parser and a framework's validation say of command lines.
+
+    Args:
+        parser: The script's argparse parser; what it refuses is a verdict, not the end of the process.
+        validate: Is given the parsed arguments, which it may change, and the command line.
+        refusals: What ``validate`` raises, beside :class:`PrismError`, for what the framework refuses.
+        where: Follows the name of an error that has no text.
+    """
+
+    def refuse(message: str) -> None:
+        raise PrismError(message)
+
+    parser.error = refuse
+    for i, command in enumerate(commands):
+        try:
+            arguments = parser.parse_args(list(command[1:]))
+            validate(arguments, command)
+        except (PrismError, *refusals) as error:
+            reason = " ".join(str(error).split()) or f"{type(error).__name__}{where}"
+            yield Verdict(legal=False, reason=reason)
+            continue
+        found = {}
+        if i == 0:
+            found = {**scalars(arguments), "prism_flags": sorted(parser._option_string_actions)}
+        yield Verdict(legal=True, arguments=found)
+
+
+def scalars(arguments: Any) -> dict[str, Any]:
+    """Those of parsed arguments that are numbers, texts or None."""
+    return {k: v for k, v in vars(arguments).items() if isinstance(v, int | float | str | None)}
 
 
 def narrowed(knob: Knob, chosen: Mapping[str, tuple[str, ...]]) -> Knob:

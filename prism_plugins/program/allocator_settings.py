@@ -65,19 +65,13 @@ def parse_settings(text: str) -> AllocatorSettings:
                 if value not in ("True", "False"):
                     raise _refused(text, f"{key} is True or False")
                 found["expandable_segments"] = value == "True"
-            case "max_split_size_mb":
+            case "max_split_size_mb" | "max_non_split_rounding_mb":
                 size = _number(text, key, value)
                 if size <= 20:
                     raise _refused(text, f"{key} has to be above 20")
-                found["max_split_size"] = min(size * MIB, UNLIMITED)
-            case "max_non_split_rounding_mb":
-                size = _number(text, key, value)
-                if size <= 20:
-                    raise _refused(text, f"{key} has to be above 20")
-                found["max_non_split_rounding"] = min(size * MIB, UNLIMITED)
+                found[key.removesuffix("_mb")] = min(size * MIB, UNLIMITED)
             case "garbage_collection_threshold":
-                share = _share(text, key, value)
-                found["garbage_collection_threshold"] = share
+                found[key] = _share(text, key, value)
             case "roundup_power2_divisions":
                 found["roundup_divisions"] = _divisions(text, value)
             case "backend" if value != "native":

@@ -24,7 +24,12 @@ import numpy as np
 from prism_plugins.program.allocator_settings import AllocatorSettings, parse_settings
 from prism_plugins.program.job import RankClass
 from prism_plugins.program.memory_allocator import AllocatorUse, CachingAllocator, block_bytes
-from prism_plugins.program.memory_device import DeviceOverhead, communicators, with_groups_outside
+from prism_plugins.program.memory_device import (
+    CommunicatorUse,
+    DeviceOverhead,
+    communicators,
+    with_groups_outside,
+)
 from prism_plugins.program.memory_release import IssueTimes, held_blocks
 from prism_plugins.program.model import (
     EventKind,
@@ -114,6 +119,18 @@ def groups_outside(rank_class: RankClass, ledgers: Mapping[int, SliceReport]) ->
     """Groups that the class's exemplar used outside of iterations; nothing where it was not sliced itself."""
     ledger = ledgers.get(rank_class.exemplar.rank)
     return ledger.groups_outside if ledger is not None else ()
+
+
+def communicators_of(
+    rank_class: RankClass,
+    ledgers: Mapping[int, SliceReport],
+    *,
+    gpus_per_domain: int,
+    nvls_groups: Collection[int] = (),
+) -> tuple[CommunicatorUse, ...]:
+    """The communicators of a class: of its iteration, and those that it used outside of it alone."""
+    used = communicators(rank_class.exemplar, gpus_per_domain=gpus_per_domain, nvls_groups=nvls_groups)
+    return with_groups_outside(used, groups_outside(rank_class, ledgers))
 
 
 def _settings(ledger: SliceReport | None) -> AllocatorSettings:

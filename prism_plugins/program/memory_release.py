@@ -73,11 +73,8 @@ def held_blocks(program: Program, times: IssueTimes) -> list[HeldBlock]:
         if free_at <= host[release]:
             continue
         at = int(np.searchsorted(alloc_host, free_at))
-        row = int(allocs[at]) if at < len(allocs) else len(events)
-        if np.searchsorted(allocs, row) > np.searchsorted(
-            allocs, release
-        ):  # something is allocated meanwhile
-            held.append(HeldBlock(alloc, release, row))
+        if at > np.searchsorted(allocs, release):  # something is allocated meanwhile
+            held.append(HeldBlock(alloc, release, int(allocs[at]) if at < len(allocs) else len(events)))
     return held
 
 

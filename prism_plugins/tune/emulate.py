@@ -112,6 +112,11 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def hang_of(prediction: Prediction) -> str:
+    """Why the job would hang; empty where it would not."""
+    return next((f.message for f in prediction.findings if f.kind == "hang"), "")
+
+
 def estimate_of(prediction: Prediction) -> Estimate:
     """An emulation in the terms of a composition."""
     memory = max(

@@ -10,7 +10,7 @@ import msgspec
 from prism_plugins.errors import PrismError
 from prism_plugins.integration.tuning import Point, Space
 from prism_plugins.options import Job
-from prism_plugins.tune.emulate import emulate, estimate_of, finished_prediction
+from prism_plugins.tune.emulate import emulate, estimate_of, finished_prediction, hang_of
 from prism_plugins.tune.executors import Executor, Task, make_executor
 from prism_plugins.tune.probes import digest
 from prism_plugins.tune.progress import TuneProgress
@@ -119,12 +119,12 @@ class Finals:
         tasks = [
             Task(
                 job=self._job,
-                argv=space.command(point),
+                argv=command,
                 cluster=self._dir.cluster,
-                out=self._dir.runs / digest(space.command(point)),
+                out=self._dir.runs / digest(command),
                 seconds=seconds,
             )
-            for point in points
+            for command in map(space.command, points)
         ]
         for index, failure in executor.run(tasks):
             self._emulated(points[index], tasks[index], failure)
@@ -140,7 +140,7 @@ class Finals:
             return
         self._result.counts.emulated += 1
         estimate = estimate_of(found)
-        hang = next((f.message for f in found.findings if f.kind == "hang"), "")
+        hang = hang_of(found)
         self._composed[point] = msgspec.structs.replace(
             candidate,
             emulated=estimate,

@@ -29,7 +29,7 @@ from prism_plugins.program.store import load_program
 from prism_plugins.rundir import SliceDir, read_json
 from prism_plugins.tune.cluster_file import write_cluster
 from prism_plugins.tune.compose import Composer, Estimate
-from prism_plugins.tune.emulate import emulate, estimate_of
+from prism_plugins.tune.emulate import emulate, estimate_of, hang_of
 from prism_plugins.tune.layers import LayerCosts, measure, other_kind, reduce_other
 from prism_plugins.tune.result import TuneDir
 from prism_plugins.tune.warm import WarmScript
@@ -244,8 +244,7 @@ class Probes:
             )
             if found is None or isinstance(found, str):
                 return found
-            hang = next((f.message for f in found.findings if f.kind == "hang"), "")
-            if hang:
+            if hang := hang_of(found):
                 return hang
             estimates[probe.size] = estimate_of(found)
         return WholeCosts(by_microbatches=estimates)

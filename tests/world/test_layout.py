@@ -2,15 +2,15 @@
 
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from prism_plugins.errors import CannotDeriveError, PrismError
 from prism_plugins.program.instantiate import Instantiator, fit_group
-from prism_plugins.program.model import EVENT_DTYPE, CommSignature, GroupInfo, Program
+from prism_plugins.program.model import CommSignature, GroupInfo
 from prism_plugins.world.layout import Layout
+from tests.world.programs import program_with_groups
 
 parallel_state = pytest.importorskip("megatron.core.parallel_state")
 
@@ -81,21 +81,6 @@ def test_coordinates_are_those_of_the_generator(layout):
                 assert all(o == others[0] for o in others)
                 for rank, c in zip(group, coords, strict=True):
                     assert layout.rank_of(c, expert=expert) == rank
-
-
-def program_with_groups(rank, groups):
-    return Program(
-        rank=rank,
-        events=np.zeros(0, EVENT_DTYPE),
-        signatures=[],
-        comms=[
-            CommSignature(kind="all_reduce", group=i, dtype="float32", in_numel=8, out_numel=8)
-            for i in range(len(groups))
-        ],
-        groups=groups,
-        phases=[],
-        initial=[],
-    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from deepspeed.runtime.pipe.topology import (
     PipeDataParallelTopology,
@@ -17,7 +16,8 @@ from hypothesis import strategies as st
 
 from prism_plugins.integrations.deepspeed.layout import make_layout
 from prism_plugins.program.instantiate import Instantiator, fit_group
-from prism_plugins.program.model import EVENT_DTYPE, CommSignature, GroupInfo, Program
+from prism_plugins.program.model import GroupInfo, Program
+from tests.world.programs import program_with_groups
 
 
 def engine(topology=None, *, tp=1):
@@ -127,19 +127,9 @@ def test_experts_in_a_pipeline(job):
 # --- groups of any rank, inferred from another's, are those that DeepSpeed itself makes ---
 
 
-def program_with_groups(rank: int, ranks_of_groups) -> Program:
-    return Program(
-        rank=rank,
-        events=np.zeros(0, EVENT_DTYPE),
-        signatures=[],
-        comms=[
-            CommSignature(kind="all_reduce", group=i, dtype="float32", in_numel=8, out_numel=8)
-            for i in range(len(ranks_of_groups))
-        ],
-        groups=[GroupInfo(ranks=tuple(ranks), name=f"g{i}") for i, ranks in enumerate(ranks_of_groups)],
-        phases=[],
-        initial=[],
-    )
+def program_on(rank: int, ranks_of_groups) -> Program:
+    groups = [GroupInfo(ranks=tuple(ranks), name=f"g{i}") for i, ranks in enumerate(ranks_of_groups)]
+    return program_with_groups(rank, groups)
 
 
 def own(lists, rank: int) -> list[tuple[int, ...]]:
@@ -167,7 +157,7 @@ def test_groups_of_a_pipeline_are_those_of_the_topology(dims, axes, data):
     lists += [[topology.get_axis_list(a, i) for i in range(size[a])] for a in ("data", "pipe")]
     groups_of = [(own(each, source), own(each, target)) for each in lists]
     made = Instantiator(
-        program_with_groups(source, [ranks for mine, _ in groups_of for ranks in mine]), layout
+        program_on(source, [ranks for mine, _ in groups_of for ranks in mine]), layout
     ).program_of(target)
     assert [group.ranks for group in made.groups] == [ranks for _, its in groups_of for ranks in its]
 
@@ -193,5 +183,5 @@ def test_groups_of_experts_are_those_deepspeed_makes(tp, ep, edp, pp, data_first
     layout.validate()
     source, target = (data.draw(st.integers(0, world - 1)) for _ in range(2))
     mine = [*own(expert, source), *own(expert_data, source)]
-    made = Instantiator(program_with_groups(source, mine), layout).program_of(target)
+    made = Instantiator(program_on(source, mine), layout).program_of(target)
     assert [group.ranks for group in made.groups] == [*own(expert, target), *own(expert_data, target)]

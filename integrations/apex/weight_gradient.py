@@ -1,4 +1,4 @@
-"""Apex's weight gradient kernel, which Megatron's output layer uses beside Transformer Engine by default.
+"""Apex's weight gradient kernel, which Megatron's output layer uses by default, beside Transformer Engine too.
 
 Source: apex csrc/megatron/fused_weight_gradient_dense.cpp: ``main_grad += grad_output.t() @ input`` in one GEMM.
 """
@@ -12,8 +12,8 @@ import torch
 from prism_plugins.integration.kernels import dtype_name, matrix, record, synthesized
 
 
-def fill_module(module: ModuleType) -> None:
-    """Put the functions that Megatron calls into a module."""
+def fill_weight_gradient(module: ModuleType) -> None:
+    """``fused_weight_gradient_mlp_cuda``, the functions that Megatron calls."""
     module.wgrad_gemm_accum_fp32 = _accumulate
     module.wgrad_gemm_accum_fp16 = _accumulate
 
