@@ -34,6 +34,9 @@ from prism_plugins.user_cache import cache_folders
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility-inlines-hidden", "-DAT_PER_OPERATOR_HEADERS")
+LINK_FLAGS = ("-shared", "-Wl,--exclude-libs,ALL")
+"""Compilers of a toolset (RHEL's gcc-toolset, one built beside the system's) link parts of libstdc++ statically. The library
+has global symbols, so torch would call those parts in place of its own, and crash: none of them is exported."""
 _TYPICAL_CPU_SECONDS = 60
 LIBRARY, RUNTIME, NVML = "libprism_cuda.so", "libprism_cudart.so", "libprism_nvml.so"
 _NVML_SOURCE = SOURCES / "cudart_nvml.cpp"
@@ -167,7 +170,7 @@ def _source_hash(torch: TorchBuild) -> str:
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     digest.update(inspect.getsource(cuda_ops).encode())
-    digest.update(repr((FLAGS, torch.version, torch.cuda, os.uname().machine)).encode())
+    digest.update(repr((FLAGS, LINK_FLAGS, torch.version, torch.cuda, os.uname().machine)).encode())
     return digest.hexdigest()[:16]
 
 
@@ -262,7 +265,7 @@ def _compile_one(compiler: str, source: Path, work: Path, includes: list[str]) -
 
 def _link(compiler: str, work: Path, path: Path, arguments: list[str]) -> None:
     library = work / path.name
-    _call([*compiler.split(), "-shared", "-o", str(library), *arguments], path.name)
+    _call([*compiler.split(), *LINK_FLAGS, "-o", str(library), *arguments], path.name)
     os.replace(library, path)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -61,6 +63,21 @@ def test_a_compiler_that_cannot_be_run_is_named(tmp_path):
     broken.chmod(0o755)
     with pytest.raises(PrismError, match="broken cannot be run: Exec format error"):
         build._call([str(broken)], "x.cpp")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+def test_a_libstdcxx_linked_statically_is_not_offered_to_torch(tmp_path):
+    compiler = "g++ -static-libstdc++ -static-libgcc"
+    source = tmp_path / "prints.cpp"
+    source.write_text("#include <iostream>\nextern \"C\" void prism_print(long n) { std::cout << n; }\n")
+    try:
+        found = build._compile_one(compiler, source, tmp_path, [])
+        build._link(compiler, tmp_path, tmp_path / "libprints.so", [found])
+    except PrismError as error:
+        pytest.skip(f"no static libstdc++ here: {error}")
+    library = ctypes.CDLL(str(tmp_path / "libprints.so"))
+    assert library.prism_print
+    assert not hasattr(library, "_ZNSo9_M_insertIlEERSoT_")  # std::ostream::_M_insert<long>
 
 
 def test_unwritable_cache_falls_back_and_says_where(monkeypatch, tmp_path, capsys):
