@@ -69,7 +69,7 @@ def test_a_compiler_that_cannot_be_run_is_named(tmp_path):
 def test_a_libstdcxx_linked_statically_is_not_offered_to_torch(tmp_path):
     compiler = "g++ -static-libstdc++ -static-libgcc"
     source = tmp_path / "prints.cpp"
-    source.write_text("#include <iostream>\nextern \"C\" void prism_print(long n) { std::cout << n; }\n")
+    source.write_text('#include <iostream>\nextern "C" void prism_print(long n) { std::cout << n; }\n')
     try:
         found = build._compile_one(compiler, source, tmp_path, [])
         build._link(compiler, tmp_path, tmp_path / "libprints.so", [found])
