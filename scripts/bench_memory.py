@@ -85,6 +85,11 @@ class Case(NamedTuple):
     """Why it cannot be run; empty: it can."""
 
     @property
+    def apex(self) -> bool:
+        """Megatron's own layers as recorded, with the fused kernels of the container's Apex."""
+        return ("--transformer-impl", "local") in zip(self.args, self.args[1:], strict=False)
+
+    @property
     def label(self) -> str:
         """Its name without the revision and the machine, which is the same for all."""
         return self.name.partition("@")[0].removesuffix("/dev_dgx_h100")
@@ -206,7 +211,7 @@ def arguments(case: Case, out: Path) -> list[str]:
 def emulate(case: Case, *, megatron: Path, out: Path) -> Result:
     """Slice the last rank and what its slice needs. Raises PrismError or SliceFailed."""
     last = case.num_gpus - 1
-    options = Options(world_size=case.num_gpus, ranks=(last,), out=str(out), cache=False)
+    options = Options(world_size=case.num_gpus, ranks=(last,), out=str(out), cache=False, apex=case.apex)
     job = Job(options=options, run_as="script", argv=(str(megatron / case.script), *arguments(case, out)))
     cluster = load_cluster(options.cluster)
     previous = dict(os.environ)
@@ -241,7 +246,7 @@ def launch(case: Case, *, megatron: Path, out: Path) -> Result:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(megatron / case.script), *arguments(case, out)),
         *("--prism-emulate", "--prism-world-size", str(case.num_gpus), "--prism-ranks", str(case.num_gpus - 1)),
-        *("--prism-out", str(out)),
+        *("--prism-out", str(out)), *(("--prism-apex",) if case.apex else ()),
     ]  # fmt: skip
     environment = os.environ | case.env | python_path(megatron)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -38,7 +38,7 @@ from bench_memory import make_data, python_path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WORLD_SIZE = 8
-LAUNCH = ("-m", "torch.distributed.run", "--nproc-per-node", "1")
+LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
 SIZES = (
     "--hidden-size 256 --num-attention-heads 8 --micro-batch-size 1 --global-batch-size 16 --bf16 --lr 1e-4 --train-iters 20"
     " --eval-iters 1 --eval-interval 1000 --split 99,1,0 --tensor-model-parallel-size 2"

@@ -59,7 +59,7 @@ class Case:
     world_size: int
     args: str
     impl: str = LOCAL
-    launcher: str = "torchrun --nproc-per-node 1"
+    launcher: str = "torchrun --standalone --nproc-per-node 1"
 
 
 CASES = {
@@ -104,7 +104,7 @@ CASES = {
     "7b-nproc2": Case(
         world_size=64,
         args=f"{SIZE_7B} {TP8_PP4} --global-batch-size 16",
-        launcher="torchrun --nproc-per-node 2",
+        launcher="torchrun --standalone --nproc-per-node 2",
     ),
 }
 

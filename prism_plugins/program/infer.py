@@ -121,6 +121,10 @@ def _instantiator(program: Program, layout: Layout) -> Instantiator:
     return entry[1]
 
 
+_MOST_SLICES_FOR_LOOPS = 3
+"""With as many slices of a role and loops that still cannot be issued for some ranks, all of those are sliced."""
+
+
 class LazyVariants(Mapping[int, Program]):
     """The variants of a class by key, made when they are asked for: a large job has hundreds, each of megabytes."""
 
@@ -169,7 +173,7 @@ class _Inference:
         self._programs = programs
         self._captured: dict[int, CapturedStage] = {}
         self._patterns: list[Pattern] | None = None
-        self._asked_for_pattern = False
+        self._asked_for_pattern: set[bool] = set()
 
     def parts(self, role: Role) -> Iterator[tuple[Role, np.ndarray, str]]:
         """The classes of a role, as arguments of :meth:`infer`: one, or one of each kind of rank where kinds differ throughout.
@@ -508,11 +512,13 @@ class _Inference:
                 break
         missing = [key for key in keys if key not in makers]
         if missing:
-            if not sources or not makers:
-                # One slice with long lists shows the loops for all; of all roles only the first asks for one.
-                longest = max(missing, key=lambda key: (readability(shards.of(key), role.tp_first), -key))
-                missing = [] if self._asked_for_pattern else [longest]
-                self._asked_for_pattern = True
+            if not makers or len(own) < _MOST_SLICES_FOR_LOOPS:
+                # One slice with long lists shows the loops for all, and which of the lists each runs over (first tensor-parallel
+                # ranks count all fragments in the norm and cannot tell); of the roles on one side only the first asks for one.
+                fresh = [key for key in missing if key not in self._programs] or missing
+                longest = max(fresh, key=lambda key: (readability(shards.of(key), role.tp_first), -key))
+                missing = [] if role.tp_first in self._asked_for_pattern else [longest]
+                self._asked_for_pattern.add(role.tp_first)
             raise CannotDeriveError(
                 f"optimizer shards of {_name(self._layout, role)}: {reasons[0]}", ranks=tuple(missing)
             )

@@ -1,4 +1,5 @@
-"""Programs of all ranks of a small job: a pipeline of stages and a distributed optimizer, without tensor parallelism."""
+"""Programs of all ranks of a small job: a pipeline of stages and a distributed optimizer; tensor parallelism only decides what a rank counts
+in the gradient norm."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ LAYER = [(8192, True, 0, False), (4096, True, 0, False), (64, False, 1, False), 
 class SmallJob:
     """What the slices of all ranks would give."""
 
-    def __init__(self, *, pp: int, dp: int, num_microbatches: int, num_layers: int = 4, **kind) -> None:
-        self.layout = Layout(world_size=pp * dp, pp=pp, dp=dp, num_microbatches=num_microbatches)
+    def __init__(
+        self, *, pp: int, dp: int, num_microbatches: int, num_layers: int = 4, tp: int = 1, **kind
+    ) -> None:
+        self.layout = Layout(world_size=pp * dp * tp, tp=tp, pp=pp, dp=dp, num_microbatches=num_microbatches)
         self.shards = [
             cut_into_shards(
                 [(1024 * (stage == 0), True, 0, False)] * (stage == 0) + LAYER * num_layers,
@@ -39,8 +42,8 @@ class SmallJob:
             StageInfo(fingerprint="layers" if 0 < s < pp - 1 else f"stage {s}", schedule=schedules[s])
             for s in range(pp)
         )
-        for rank in range(pp * dp):
-            stage, index = divmod(rank, dp)
+        for rank in range(pp * dp * tp):
+            stage, index, tp_rank = rank // tp // dp, rank // tp % dp, rank % tp
             pipeline = make_program(
                 stage=stage,
                 num_stages=pp,
@@ -49,9 +52,15 @@ class SmallJob:
                 **kind,
             )
             pipeline.groups = [
-                GroupInfo(ranks=tuple(index + dp * s for s in range(pp)), name="pp", desc="PIPELINE")
+                GroupInfo(
+                    ranks=tuple((index + dp * s) * tp + tp_rank for s in range(pp)),
+                    name="pp",
+                    desc="PIPELINE",
+                )
             ]
-            step = step_program((self.shards[stage][index],), rank=rank, tp_first=True, num_ranks=pp * dp)
+            step = step_program(
+                (self.shards[stage][index],), rank=rank, tp_first=tp_rank == 0, num_ranks=pp * dp * tp
+            )
             self.programs[rank] = _one_after_the_other(rank, pipeline, step)
             self.reports[rank] = SliceReport(
                 rank=rank, status="ok", facts=self._facts(stages, self.shards[stage])

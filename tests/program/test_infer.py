@@ -74,6 +74,16 @@ def test_ranks_with_one_fragment_use_the_loops_of_another_slice():
         assert compare_programs(program_of(inferred, rank), real) is None, rank
 
 
+@pytest.mark.parametrize(("dp", "num_layers"), [(16, 8), (32, 5)])
+def test_one_more_slice_on_each_side_of_tensor_parallelism_serves_all_shards(dp, num_layers):
+    """First tensor-parallel ranks count every fragment in the norm: their slices do not show over which list a loop runs."""
+    job = SmallJob(pp=1, dp=dp, tp=2, num_microbatches=4, num_layers=num_layers)
+    inferred, extra = slicing_more(job)
+    assert len({rank % 2 for rank in extra}) == len(extra) <= 2
+    for rank, real in job.programs.items():
+        assert compare_programs(program_of(inferred, rank), real) is None, rank
+
+
 def test_what_cannot_be_derived_names_the_rank_to_slice():
     job = SmallJob(pp=5, dp=2, num_microbatches=10)
     broken = job.programs[2]
