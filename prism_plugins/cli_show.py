@@ -17,8 +17,10 @@ from prism_plugins.emit.prediction_json import read_prediction
 from prism_plugins.emit.ranks import shorten_ranks
 from prism_plugins.emit.spans import device_spans
 from prism_plugins.errors import PrismError
+from prism_plugins.files import read_regular
 from prism_plugins.streams import visible
 
+_MAX_LOG_BYTES = 256 << 20
 _EPILOG = """\
 examples:
   prism show                  the newest run under ./prism_out
@@ -62,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         show(communication(load_view(rundir), arguments.rank), make_console(sys.stdout))
         return 0
     if arguments.log and rundir.predicted_log.exists():
-        text = rundir.predicted_log.read_text()
+        text = read_regular(rundir.predicted_log, max_bytes=_MAX_LOG_BYTES).decode("utf-8", "replace")
         sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     print_summary(prediction, files=written_files(rundir), console=make_console(sys.stdout))
     return 0

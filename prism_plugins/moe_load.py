@@ -23,11 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
-from prism_plugins.errors import PrismError
+from prism_plugins.errors import FileFormatError, PrismError
+from prism_plugins.files import read_text
 
 BALANCED = "balanced"
 MAX_EXPERTS = 65_536
-_MAX_CHARACTERS = 1 << 20
+_MAX_BYTES = 1 << 20
 """More is no histogram (``/dev/zero``, a data set given by mistake)."""
 _MAX_EXPONENT = 20.0
 _FORMS = "balanced, zipf:S (S ≥ 0, e.g. zipf:1.2) or a JSON or CSV file of tokens per expert"
@@ -162,13 +163,9 @@ def _exponent(text: str) -> float:
 
 def _counts_of_file(path: Path) -> list[float]:
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_MAX_CHARACTERS + 1)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ValueError(f"file {path} cannot be read: {reason}") from None
-    if len(text) > _MAX_CHARACTERS:
-        raise ValueError(f"file {path} is too large for a histogram of tokens per expert")
+        text = read_text(path, max_bytes=_MAX_BYTES)
+    except FileFormatError as error:
+        raise ValueError(f"file {error}") from None
     values = _from_json(text, path) if text.lstrip()[:1] in ("[", "{") else _from_csv(text, path)
     if not 0 < len(values) <= MAX_EXPERTS:
         raise ValueError(

@@ -21,11 +21,13 @@ import msgspec
 from prism_plugins import __version__
 from prism_plugins.costs.cluster import Cluster
 from prism_plugins.errors import FileFormatError, Interrupted, PrismError
+from prism_plugins.files import read_regular
 from prism_plugins.options import Job
 from prism_plugins.program.model import SCHEMA
 from prism_plugins.program.slices import JobFacts, SliceReport
 
 T = TypeVar("T")
+_MAX_JSON_BYTES = 1 << 30
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -276,14 +278,9 @@ def read_json(path: Path, kind: type[T], *, versioned: bool = True) -> T:
     """Read a struct, checking the schema number first.
 
     Raises:
-        FileFormatError: missing, truncated, foreign, or written by a newer version.
+        FileFormatError: missing, not a regular file, truncated, foreign, or written by a newer version.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise FileFormatError(f"{path} is missing") from None
-    except OSError as error:
-        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
+    data = read_regular(path, max_bytes=_MAX_JSON_BYTES)
     try:
         if versioned:
             schema = msgspec.json.decode(data, type=_Versioned).schema

@@ -11,6 +11,7 @@ import numpy as np
 from prism_plugins.costs.calibration import signature_key
 from prism_plugins.costs.families import family_of
 from prism_plugins.errors import FileFormatError, PrismError
+from prism_plugins.files import read_regular
 from prism_plugins.program.model import EventKind, OpSignature, Program
 from prism_plugins.program.store import load_program
 from prism_plugins.rundir import RunDir
@@ -112,8 +113,7 @@ def read_signatures(path: str | Path) -> SignatureList:
     """Read a signature list. Raises FileFormatError for a file that is not one."""
     path = Path(path)
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES)
+        data = read_regular(path, max_bytes=_MAX_BYTES)
         header = msgspec.json.decode(data, type=_Header)
         if header.format != FORMAT:
             raise FileFormatError(f"{path} is not a signature list (format {header.format[:40]!r})")
@@ -122,10 +122,11 @@ def read_signatures(path: str | Path) -> SignatureList:
                 f"{path} has schema {header.schema}, this prism reads up to {SCHEMA}; update prism-plugins"
             )
         result = msgspec.json.decode(data, type=SignatureList)
-    except OSError as error:
-        raise FileFormatError(f"{path} cannot be read: {error.strerror or error}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FileFormatError(f"{path} is truncated or not a signature list: {error}") from None
+    for signature in result.signatures:
+        if problem := signature.problem():
+            raise FileFormatError(f"{path}: {problem}")
     for mix in result.mixes:
         good = len(mix.ops) == len(mix.counts) and all(0 <= i < len(result.signatures) for i in mix.ops)
         if not good or any(count < 1 for count in mix.counts):

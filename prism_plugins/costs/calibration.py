@@ -15,7 +15,8 @@ import msgspec
 
 from prism_plugins.costs.nccl.measured import CollectivePoint, merge_points, problem_of
 from prism_plugins.errors import FileFormatError, PrismError
-from prism_plugins.program.model import DTYPE_BYTES, OpSignature
+from prism_plugins.files import read_regular
+from prism_plugins.program.model import OpSignature
 from prism_plugins.program.slices import HostFigures
 
 FORMAT = "prism-calibration"
@@ -144,16 +145,10 @@ def read_calibration(path: str | Path) -> Calibration:
     Raises:
         FileFormatError: missing, truncated, foreign, of a newer schema, or with figures that cannot be.
     """
-    path = Path(path)
     try:
-        if path.is_dir():
-            raise FileFormatError(f"calibration {path} is a directory; name the file")
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise FileFormatError(f"calibration {path} cannot be read: {error.strerror or error}") from error
-    if len(data) > _MAX_BYTES:
-        raise FileFormatError(f"calibration {path} is larger than {_MAX_BYTES >> 20} MiB; that is not one")
+        data = read_regular(path, max_bytes=_MAX_BYTES)
+    except FileFormatError as error:
+        raise FileFormatError(f"calibration {error}") from None
     return parse_calibration(data, source=str(path))
 
 
@@ -253,13 +248,8 @@ def _check(calibration: Calibration, source: str) -> None:
             figure.spread,
         ):
             require(0 <= value < 1e5, f"{s.op[:60]} has a clock, power or spread of {value}")
-        for t in (*s.inputs, *s.outputs):
-            require(t.dtype in DTYPE_BYTES, f"{s.op[:60]} has the unknown dtype {t.dtype[:20]!r}")
-            require(all(0 <= n < 1 << 48 for n in t.shape), f"{s.op[:60]} has the shape {t.shape[:8]}")
-            require(
-                len(t.strides) in (0, len(t.shape)) and all(0 <= n < 1 << 48 for n in t.strides),
-                f"{s.op[:60]} has the strides {t.strides[:8]}",
-            )
+        problem = s.problem()
+        require(not problem, problem)
     power = calibration.power
     if power is not None:
         require(

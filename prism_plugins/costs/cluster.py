@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from prism_plugins.errors import PrismError
+from prism_plugins.errors import FileFormatError, PrismError
+from prism_plugins.files import read_text
 from prism_plugins.program.slices import GpuFacts
 
 DEFAULT_CLUSTER = "dgx-h100"
-_MAX_CHARACTERS = 1 << 20
+_MAX_BYTES = 1 << 20
 """More is no description (``/dev/zero``, a data set given by mistake)."""
 
 
@@ -185,10 +186,9 @@ def cluster_text(name_or_path: str) -> tuple[str, str]:
             "or give the path of a .toml file"
         )
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read(_MAX_CHARACTERS), str(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PrismError(f"cluster file {path}: cannot be read: {error}") from error
+        return read_text(path, max_bytes=_MAX_BYTES), str(path)
+    except FileFormatError as error:
+        raise PrismError(f"cluster file {error}") from None
 
 
 def parse_cluster(text: str, *, source: str) -> Cluster:

@@ -16,6 +16,7 @@ from typing import Any
 from prism_plugins.diff.real import OpKey, OpTotal, RealRank, RealRun
 from prism_plugins.emit.flight_recorder import MESSAGE
 from prism_plugins.errors import FileFormatError
+from prism_plugins.files import open_regular, read_regular
 
 _MAX_BYTES = 512 << 20
 _KINDS = {
@@ -27,7 +28,7 @@ _KINDS = {
 
 def looks_like_dump(path: Path) -> bool:
     """Whether a file begins like a pickle, or is a JSON dump of the recorder."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(256)
     return (
         head[:1] == b"\x80"
@@ -98,13 +99,7 @@ class _Plain(pickle.Unpickler):
 
 
 def _entries(path: Path) -> list[dict]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
-    if len(data) > _MAX_BYTES:
-        raise FileFormatError(f"{path} is larger than {_MAX_BYTES >> 20} MiB")
+    data = read_regular(path, max_bytes=_MAX_BYTES)
     try:
         if data[:1] == b"\x80":
             _check_pickle(data)

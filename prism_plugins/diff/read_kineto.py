@@ -17,6 +17,7 @@ import msgspec
 
 from prism_plugins.diff.real import MAX_FILE_BYTES, OpKey, OpTotal, RealRank, RealRun
 from prism_plugins.errors import FileFormatError, PrismError
+from prism_plugins.files import open_regular
 
 COMPILED = "compiled regions"
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -221,10 +222,11 @@ def _extent(kernels: list[_Event]) -> float:
 
 def _decode(path: Path) -> _Trace:
     try:
-        with path.open("rb") as raw:
+        with open_regular(path) as raw:
             zipped = raw.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rb") if zipped else path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            raw.seek(0)
+            with gzip.open(raw, "rb") if zipped else raw as file:
+                data = file.read(MAX_FILE_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise FileFormatError(f"{path} is truncated or cannot be read: {error}") from None
     if len(data) > MAX_FILE_BYTES:

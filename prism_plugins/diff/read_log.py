@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prism_plugins.diff.real import RealRun
 from prism_plugins.errors import FileFormatError
+from prism_plugins.files import read_regular
 
 WARM_UP = 3
 """Iterations left out where there are more than twice as many: allocation, compilation, NCCL's start."""
@@ -29,13 +30,7 @@ def read_log(path: Path) -> RealRun:
 
     Raises :class:`FileFormatError` when no line of it tells a time.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise FileFormatError(f"{path} cannot be read: {error.strerror}") from error
-    if len(data) > _MAX_BYTES:
-        raise FileFormatError(f"{path} is larger than {_MAX_BYTES >> 20} MiB; give a part of it")
+    data = read_regular(path, max_bytes=_MAX_BYTES)
     times: list[float] = []
     rates: list[float] = []
     timers: dict[str, list[float]] = {}

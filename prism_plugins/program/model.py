@@ -111,6 +111,17 @@ class OpSignature(msgspec.Struct, frozen=True, kw_only=True):
     attrs: dict[str, int | float | str] = {}
     """For fused ops: ``name``, ``flops``, ``read_bytes``, ``write_bytes``; free otherwise."""
 
+    def problem(self) -> str:
+        """What no op has, an unknown dtype or a size that cannot be; empty where all is well."""
+        for t in (*self.inputs, *self.outputs):
+            if t.dtype not in DTYPE_BYTES:
+                return f"{self.op[:60]} has the unknown dtype {t.dtype[:20]!r}"
+            if not all(0 <= n < 1 << 48 for n in t.shape):
+                return f"{self.op[:60]} has the shape {t.shape[:8]}"
+            if len(t.strides) not in (0, len(t.shape)) or not all(0 <= n < 1 << 48 for n in t.strides):
+                return f"{self.op[:60]} has the shape {t.shape[:8]} with the strides {t.strides[:8]}"
+        return ""
+
 
 class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A process group as the script made it."""

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from prism_plugins.errors import FileFormatError, PrismError
+from prism_plugins.files import open_regular
 from prism_plugins.program.model import (
-    DTYPE_BYTES,
     EVENT_DTYPE,
     SCHEMA,
     Allocation,
@@ -86,7 +86,7 @@ def load_program(path: str | Path) -> Program:
     """
     path = Path(path)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             events = _read_member(archive, "events", EVENT_DTYPE, path)
             encoded = _read_member(archive, "tables", np.dtype(np.uint8), path)
     except (OSError, zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, KeyError) as error:
@@ -170,13 +170,8 @@ def _check(program: Program, path: Path) -> None:
     _check_phases(kinds, refs, len(program.phases), require)
     _check_allocations(program, require)
     for signature in program.signatures:
-        for tensor in (*signature.inputs, *signature.outputs):
-            require(tensor.dtype in DTYPE_BYTES, f"{signature.op} has the unknown dtype {tensor.dtype!r}")
-            require(min(tensor.shape, default=0) >= 0, f"{signature.op} has the shape {tensor.shape}")
-            require(
-                len(tensor.strides) in (0, len(tensor.shape)),
-                f"{signature.op} has the shape {tensor.shape} with the strides {tensor.strides}",
-            )
+        problem = signature.problem()
+        require(not problem, problem)
     for group in program.groups:
         require(
             len(group.ranks) > 0 and min(group.ranks) >= 0, f"group {group.name} has ranks {group.ranks[:8]}"

@@ -62,6 +62,7 @@ class Search:
         self._deadline = self._began + settings.budget_s
         self._cluster = load_cluster(job.options.cluster)
         check_world(self._cluster, job.options.world_size)
+        nccl, calibration = parse_settings(os.environ), load_calibration(job.options.calibration)
         self._dir = TuneDir(Path(settings.out).absolute())
         earlier = self._dir.claim(job, settings.chosen)
         self.result = TuneResult(
@@ -75,8 +76,8 @@ class Search:
             job,
             self._cluster,
             self._dir,
-            nccl=parse_settings(os.environ),
-            calibration=load_calibration(job.options.calibration),
+            nccl=nccl,
+            calibration=calibration,
             earlier_host=earlier.host_us if earlier else (0.0, 0.0, 0.0),
         )
         self._composed: dict[Point, Candidate] = {}

@@ -9,6 +9,7 @@ import msgspec
 
 from prism_plugins.costs.nccl.measured import CollectivePoint, problem_of
 from prism_plugins.errors import PrismError
+from prism_plugins.files import read_regular
 
 PROGRAMS = {
     "all_reduce_perf": "all_reduce",
@@ -25,7 +26,7 @@ _RANK = re.compile(r"#\s+Rank\s+\d+\s.*\bon\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\
 _TAG = re.compile(r"^(\[[\d,]+\](<\w+>)?:?\s*)+")
 _COLUMNS_FROM_RIGHT = 8
 """time, algbw, busbw, #wrong: out-of-place, then in-place."""
-_MAX_CHARACTERS = 16 << 20
+_MAX_BYTES = 16 << 20
 
 
 class NcclTests(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,11 +43,7 @@ def read_nccl_tests(path: str | Path, *, kind: str = "") -> NcclTests:
     Raises:
         PrismError: it cannot be read, or as :func:`parse_nccl_tests`.
     """
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read(_MAX_CHARACTERS)
-    except OSError as error:
-        raise PrismError(f"{path} cannot be read: {error.strerror or error}") from error
+    text = read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8", "replace")
     return parse_nccl_tests(text, source=str(path), kind=kind)
 
 
