@@ -43,7 +43,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--budget", default="", metavar="TIME", help="end after this long: 90s, 10m, 1h")
     parser.add_argument(
         "--knob", action="append", default=[], metavar="NAME=V[,V…]",
-        help="only these values; repeatable. Megatron: tp, cp, ep, pp, vpp, stages, micro_batch, sp, recompute, optimizer; "
+        help="only these values; repeatable. Megatron: tp, cp, ep, etp, pp, vpp, stages, micro_batch, sp, recompute, optimizer, order; "
         "DeepSpeed: zero, micro_batch, offload, bucket, overlap, tp, pp",
     )  # fmt: skip
     parser.add_argument(

@@ -61,12 +61,14 @@ CASES = {
         knobs=(
             "tp=1,2,4",
             "ep=4,8",
+            "etp=1",
             "pp=1,2,4,8",
             "vpp=1,2",
             "micro_batch=1,2",
             "stages=even",
             "recompute=none",
             "optimizer=distributed+overlap",
+            "order=dp-pp",
         ),
     ),
     "long": Case(
@@ -82,6 +84,7 @@ CASES = {
             "stages=even",
             "recompute=none,full",
             "optimizer=distributed+overlap",
+            "order=dp-pp",
         ),
     ),
 }

@@ -1,169 +1,261 @@
 #!/usr/bin/env python3
-"""Are layouts whose times somebody published ranked as they were measured?
+"""Are layouts whose times somebody measured ranked as they were measured?
 
-    python scripts/check_tune_published.py --megatron PATH/Megatron-LM [--only 22b,175b-h100]
+    python scripts/check_tune_published.py --megatron PATH/Megatron-LM [--only korthikanti,h200] [--out DIR]
 
-Pairs of layouts of one model on the same GPUs, measured more than 5 % apart. Both are composed as `prism tune` does. The
-published jobs ran other software (Apex, Transformer Engine; here: the local spec), so the ratio of a pair is compared, not
-its times. Exits 1 when a pair is ranked the other way round.
+Every pair of layouts of one model on the same GPUs, with the same global batch and precision, in
+``tests/data/published_h100_a100.json`` (each case names its source) and in the jobs that were run on two H200s
+(``tests/data/megatron_h200x2*.json``), whose measured times are more than 5 % apart. Each is composed as `prism tune`
+does, with the arguments of ``bench_published.py``: on Apex's kernels where the job had them, with Transformer Engine where it
+had that. Where several releases ran one layout, the mean of their times counts.
+
+One line per pair; exits 1 when one is ranked the other way round. With --out, searches that are done are not done again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import multiprocessing
 import os
+import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-from check_megatron_launches import COMMON, LOCAL
+from bench_published import CLUSTERS, DATA, list_of, megatron_args, why_not
 
-from prism_plugins.cli_tune import parse_knobs
-from prism_plugins.integrations.megatron.tune import MegatronTuner
+from prism_plugins.errors import PrismError, SliceFailed
+from prism_plugins.integration.knobs import pairs, without
+from prism_plugins.integrations.megatron.tune import LAYOUT_SWITCHES, LAYOUT_VALUES, MegatronTuner
 from prism_plugins.options import parse_command
 from prism_plugins.tune.progress import TuneProgress
 from prism_plugins.tune.search import Search
 from prism_plugins.tune.settings import Settings
 
-KORTHIKANTI = "Korthikanti et al., Reducing Activation Recomputation, arXiv 2205.05198, table 5"
-DGXC = "NVIDIA/dgxc-benchmarking, GPT-3 175B, READMEs of v24.11.1 (vpp 12) and after (vpp 6)"
+_APART = 0.05
+_SAME = (
+    "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups", "--seq-length",
+    "--vocab-size", "--num-experts", "--moe-router-topk", "--global-batch-size", "--fp8-format",
+)  # fmt: skip
+"""What makes two runs the same job; releases differ in other things."""
+_H200 = ("megatron_h200x2_dp_pp.json", "megatron_h200x2.json")
+_OF_MEASURING = ("--train-iters", "--num-workers")
+
+Knobs = tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Two layouts of a job and their measured seconds an iteration."""
+class Run(NamedTuple):
+    """One layout that was run."""
 
-    model: str
+    name: str
+    seconds: float
     world: int
     cluster: str
-    precision: str
-    own: str
-    knobs: tuple[str, ...]
-    """The space: both layouts are in it."""
-    layouts: tuple[dict, dict]
-    measured_s: tuple[float, float]
-    source: str
+    implementation: str
+    """``apex``, ``te`` or ``torch``: whose kernels it ran."""
+    args: tuple[str, ...]
+    rest: tuple[str, ...]
+    """The arguments without those of the layout."""
+    knobs: Knobs
+
+    @property
+    def launch(self) -> tuple:
+        """Runs with the same one are composed by the same search."""
+        return (self.world, self.cluster, self.implementation, self.rest)
+
+    @property
+    def job(self) -> tuple:
+        """Runs with the same one are compared."""
+        same = pairs(self.args, _SAME, ("--bf16", "--fp16"))
+        return (self.world, self.cluster, self.implementation, *sorted(same.items()))
 
 
-def _gpt(layers: int, hidden: int, heads: int) -> str:
-    return (
-        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length 2048"
-        " --max-position-embeddings 2048"
+def published() -> Iterator[Run]:
+    """The published cases that can be run as they were."""
+    for case in json.loads(DATA.read_text()):
+        if why_not(case):
+            continue
+        kernels = "apex" if list_of(case) == "local" else "te"
+        args = megatron_args(case, "local" if kernels == "apex" else "transformer_engine")
+        yield run_of(
+            case["id"],
+            case["measured"]["step_time_s"],
+            case["num_gpus"],
+            CLUSTERS[case["gpu"]],
+            kernels,
+            args,
+        )
+
+
+def measured_on_h200() -> Iterator[Run]:
+    """The jobs run on two H200s whose layouts a search can name."""
+    for name in _H200:
+        data = json.loads((DATA.parent / name).read_text())
+        for job in data["jobs"]:
+            args = [*without(data["base_args"].split(), _OF_MEASURING, ()), *job["args"].split()]
+            args += ["--train-iters", "12", "--num-workers", "1"]
+            if "--decoder-first-pipeline-num-layers" not in args:
+                yield run_of(
+                    f"h200x2/{job['name']}",
+                    job["median_ms"] / 1e3,
+                    job["num_gpus"],
+                    "dgx-h200",
+                    "torch",
+                    args,
+                )
+
+
+def run_of(name: str, seconds: float, world: int, cluster: str, implementation: str, args: list[str]) -> Run:
+    """A run with its arguments taken apart."""
+    given = pairs(args, LAYOUT_VALUES, LAYOUT_SWITCHES)
+    experts = pairs(args, ("--num-experts", "--num-layers"), ())
+    pp = int(given.get("--pipeline-model-parallel-size", 1))
+    chunk = int(given.get("--num-layers-per-virtual-pipeline-stage", 0))
+    tp = given.get("--tensor-model-parallel-size", "1")
+    optimizer = "distributed" if "--use-distributed-optimizer" in given else "plain"
+    knobs = {
+        "tp": tp,
+        "cp": given.get("--context-parallel-size", "1"),
+        "ep": given.get("--expert-model-parallel-size", "1"),
+        "etp": given.get("--expert-tensor-parallel-size", tp) if "--num-experts" in experts else "1",
+        "pp": str(pp),
+        "vpp": str(int(experts["--num-layers"]) // pp // chunk) if chunk else "1",
+        "stages": "even",
+        "micro_batch": given["--micro-batch-size"],
+        "sp": str("--sequence-parallel" in given).lower(),
+        "recompute": given.get("--recompute-granularity", "none"),
+        "optimizer": optimizer + ("+overlap" if "--overlap-grad-reduce" in given else ""),
+        "order": "dp-pp",
+    }
+    rest = without(args, LAYOUT_VALUES, LAYOUT_SWITCHES)
+    return Run(
+        name, seconds, world, cluster, implementation, tuple(args), tuple(sorted(rest)), tuple(knobs.items())
     )
 
 
-def _recomputation(
-    model: str,
-    *,
-    pp: int,
-    vpp: int,
-    micro_batch: int,
-    batch: int,
-    world: int,
-    measured_s: tuple[float, float],
-) -> Pair:
-    """Full recomputation without sequence parallelism against selective with it."""
-    own = f"--tensor-model-parallel-size 8 --pipeline-model-parallel-size {pp} --global-batch-size {batch}"
-    knobs = ("tp=8", f"pp={pp}", f"vpp={vpp}", f"micro_batch={micro_batch}", "optimizer=plain", "stages=even")
-    return Pair(
-        model=model,
-        world=world,
-        cluster="dgx-a100",
-        precision="--fp16",
-        own=f"{own} --micro-batch-size {micro_batch}",
-        knobs=(*knobs, "sp=true,false", "recompute=full,selective"),
-        layouts=({"recompute": "full", "sp": False}, {"recompute": "selective", "sp": True}),
-        measured_s=measured_s,
-        source=KORTHIKANTI,
-    )
-
-
-def _chunks(world: int, batch: int, measured_s: tuple[float, float]) -> Pair:
-    return Pair(
-        model=_gpt(96, 12288, 96),
-        world=world,
-        cluster="dgx-h100",
-        precision="--bf16",
-        own="--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 8 --micro-batch-size 1"
-        f" --global-batch-size {batch} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-        knobs=(
-            "tp=4", "pp=8", "vpp=6,12", "micro_batch=1", "sp=true", "recompute=none", "stages=even",
-            "optimizer=distributed+overlap",
-        ),
-        layouts=({"vpp": 12}, {"vpp": 6}),
-        measured_s=measured_s,
-        source=DGXC,
-    )  # fmt: skip
-
-
-PAIRS = {
-    "22b": _recomputation(
-        _gpt(48, 6144, 64), pp=1, vpp=1, micro_batch=4, batch=4, world=8, measured_s=(1.42, 1.10)
-    ),
-    "175b": _recomputation(
-        _gpt(96, 12288, 96), pp=8, vpp=3, micro_batch=1, batch=64, world=64, measured_s=(18.13, 13.75)
-    ),
-    "530b": _recomputation(
-        _gpt(105, 20480, 128), pp=35, vpp=3, micro_batch=1, batch=280, world=280, measured_s=(49.05, 37.83)
-    ),
-    "1t": _recomputation(
-        _gpt(128, 25600, 160), pp=64, vpp=1, micro_batch=1, batch=512, world=512, measured_s=(94.42, 71.49)
-    ),
-    "175b-h100": _chunks(1024, 2048, (9.01, 8.453)),
-}
+def compose(runs: list[Run], megatron: Path, out: Path, jobs: int) -> dict[str, float]:
+    """Seconds an iteration of the layouts of runs with the same launch, by one search; by name."""
+    first = runs[0]
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(megatron), os.environ.get("PYTHONPATH"))))
+    if first.implementation != "te":
+        os.environ["PRISM_TE"] = "none"
+    flags = [f"--prism-world-size={first.world}", f"--prism-cluster={first.cluster}", f"--prism-jobs={jobs}"]
+    if first.implementation == "apex":
+        flags.append("--prism-apex")
+    job = parse_command(["--prism-emulate", *flags, str(megatron / "pretrain_gpt.py"), *first.args])
+    assert job is not None
+    chosen = {name: tuple(dict.fromkeys(dict(run.knobs)[name] for run in runs)) for name, _ in first.knobs}
+    settings = Settings(chosen=chosen, emulations=0, everything=True, out=str(out))
+    with TuneProgress(quiet=True) as progress:
+        search = Search(job, {"megatron": MegatronTuner()}, settings, progress=progress)
+        search.run()
+    found = {
+        tuple((name, str(value).lower()) for name, value in c.knobs.items()): c.composed.iteration_ms / 1e3
+        for c in search.composed
+        if c.composed
+    }
+    return {run.name: found[run.knobs] for run in runs if run.knobs in found}
 
 
 def main() -> int:
-    """Compose the pairs; returns the exit status."""
+    """Compose the runs and compare pairs; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--megatron", type=Path, default=os.environ.get("MEGATRON_LM"), help="Megatron-LM checkout"
     )
-    parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(PAIRS)}")
+    parser.add_argument("--only", default="", help="comma-separated parts of names")
+    parser.add_argument("--out", type=Path, help="directory of the searches")
+    parser.add_argument("--workers", type=int, default=1, help="searches at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="slices at a time of a search")
     args = parser.parse_args()
     if args.megatron is None:
         parser.error("--megatron or MEGATRON_LM is needed")
-    os.environ["PYTHONPATH"] = str(args.megatron)
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    wrong = 0
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in args.only.split(",") if args.only else PAIRS:
-            wrong += not check(name, PAIRS[name], args.megatron, Path(scratch) / name)
-    print(f"{wrong} ranked the other way round" if wrong else "all ranked as measured")
-    return int(wrong > 0)
+    wanted = args.only.split(",")
+    runs = [run for run in (*published(), *measured_on_h200()) if any(part in run.name for part in wanted)]
+    sweeps = [sweep for sweep in grouped(runs, lambda run: run.job) if len(pairs_of(sweep)) > 0]
+    launches = [part for sweep in sweeps for part in grouped(sweep, lambda run: run.launch)]
+    composed: dict[str, float] = {}
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        ProcessPoolExecutor(
+            args.workers, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
+        ) as pool,
+    ):
+        out = args.out or Path(scratch)
+        ended = {
+            pool.submit(compose, part, args.megatron, out / part[0].name.replace("/", "_"), args.jobs): part
+            for part in launches
+        }
+        for future in as_completed(ended):
+            try:
+                composed |= future.result()
+            except (PrismError, SliceFailed) as error:
+                print(f"{ended[future][0].name}: {error}", flush=True)
+                continue
+            told = ", ".join(
+                f"{run.name} {composed[run.name]:.2f} s composed, {run.seconds:.2f} measured"
+                for run in ended[future]
+            )
+            print(told, flush=True)
+    return compare(sweeps, composed)
 
 
-def check(name: str, pair: Pair, megatron: Path, out: Path) -> bool:
-    """Compose one pair and print its line; True when it is ranked as measured."""
-    common = f"{COMMON} {LOCAL}".replace("--bf16", pair.precision).replace("--micro-batch-size 1", "")
-    words = [str(megatron / "pretrain_gpt.py"), *common.split(), *pair.model.split(), *pair.own.split()]
-    job = parse_command(
-        [f"--prism-world-size={pair.world}", f"--prism-cluster={pair.cluster}", "--prism-emulate", *words]
-    )
-    assert job is not None
-    settings = Settings(chosen=parse_knobs(pair.knobs), emulations=0, everything=True, out=str(out))
-    with TuneProgress(quiet=True) as progress:
-        search = Search(job, MegatronTuner(), settings, progress=progress)
-        search.run()
-    times = []
-    for layout in pair.layouts:
-        [estimate] = [
-            c.composed
-            for c in search.composed
-            if layout.items() <= c.knobs.items() and c.composed is not None
-        ]
-        times.append(estimate.iteration_ms / 1e3)
-    told, measured = times[0] / times[1], pair.measured_s[0] / pair.measured_s[1]
-    print(
-        f"{name}: composed {times[0]:.2f} and {times[1]:.2f} s, ratio {told:.3f}; measured {pair.measured_s[0]:.2f} and "
-        f"{pair.measured_s[1]:.2f} s, ratio {measured:.3f} ({pair.source})",
-        flush=True,
-    )
-    return (told > 1) == (measured > 1)
+def grouped(runs: Iterable[Run], key: Callable[[Run], tuple]) -> list[list[Run]]:
+    """Runs with the same key, in the order of the first of each."""
+    found: dict[tuple, list[Run]] = {}
+    for run in runs:
+        found.setdefault(key(run), []).append(run)
+    return list(found.values())
+
+
+def pairs_of(sweep: list[Run]) -> list[tuple[list[Run], list[Run]]]:
+    """Pairs of layouts (the runs of each) that were measured more than 5 % apart."""
+    layouts = grouped(sweep, lambda run: run.knobs)
+    return [
+        (a, b) for a, b in itertools.combinations(layouts, 2) if abs(_ratio(a, b, _measured) - 1) > _APART
+    ]
+
+
+def compare(sweeps: list[list[Run]], composed: Mapping[str, float]) -> int:
+    """Print each pair; the exit status."""
+    right = wrong = missing = 0
+    print("composed  measured   pair")
+    for a, b in itertools.chain.from_iterable(pairs_of(sweep) for sweep in sweeps):
+        names = (
+            f"{' = '.join(r.name for r in a)} / {' = '.join(r.name for r in b)}: {_difference(a[0], b[0])}"
+        )
+        if not all(run.name in composed for run in (*a, *b)):
+            missing += 1
+            print(f"                     {names} was not composed")
+            continue
+        told, measured = _ratio(a, b, lambda run: composed[run.name]), _ratio(a, b, _measured)
+        same = (told > 1) == (measured > 1)
+        right, wrong = right + same, wrong + (not same)
+        print(f"{told:8.3f}  {measured:8.3f}   {names}{'' if same else '  OTHER WAY ROUND'}")
+    print(f"{right} of {right + wrong} pairs ranked as measured, {missing} not composed")
+    return int(wrong + missing > 0)
+
+
+def _measured(run: Run) -> float:
+    return run.seconds
+
+
+def _ratio(a: list[Run], b: list[Run], time_of: Callable[[Run], float]) -> float:
+    return statistics.mean(map(time_of, a)) / statistics.mean(map(time_of, b))
+
+
+def _difference(a: Run, b: Run) -> str:
+    parts = [f"{name} {x}/{y}" for (name, x), (_, y) in zip(a.knobs, b.knobs, strict=True) if x != y]
+    return ", ".join(parts)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,12 @@ from prism_plugins.integration.tuning import (
 from prism_plugins.integrations.megatron.model_sizes import ModelSizes
 from prism_plugins.world.layout import Layout
 
-_WITH_VALUE = (
+LAYOUT_VALUES = (
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
     "--context-parallel-size",
     "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
     "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank",
     "--virtual-pipeline-model-parallel-size",
@@ -42,15 +43,20 @@ _WITH_VALUE = (
     "--recompute-method",
     "--recompute-num-layers",
 )
-_SWITCHES = (
+"""Arguments with a value that points of the space set."""
+LAYOUT_SWITCHES = (
     "--sequence-parallel",
+    "--use-tp-pp-dp-mapping",
     "--recompute-activations",
     "--use-distributed-optimizer",
     "--overlap-grad-reduce",
     "--overlap-param-gather",
 )
+"""Those without."""
 _NEEDED = ("--num-layers", "--global-batch-size", "--tensor-model-parallel-size")
 _OPTIMIZERS = ("distributed+overlap", "distributed", "plain+overlap", "plain")
+_ORDERS = {"dp-pp": "tp-cp-ep-dp-pp", "pp-dp": "tp-cp-ep-pp-dp"}
+"""Rank order by its last two dimensions: Megatron's own, and that of ``--use-tp-pp-dp-mapping``."""
 _OPTIMIZER_GROUP = "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"
 """Of all ranks; the distributed optimizer reduces the gradient norm in it."""
 _SMALLEST_BUCKET = 40_000_000
@@ -142,12 +148,12 @@ class MegatronSpace:
                 f"there is no knob {', '.join(sorted(unknown))}; knobs: {', '.join(k.name for k in self.knobs)}"
             )
         self.own = Point(tuple(own[knob.name] for knob in self.knobs))
-        sizes = {
-            knob.name: [int(v) for v in knob.values] for knob in self.knobs if knob.name in ("tp", "cp", "ep")
+        most = {
+            knob.name: math.lcm(*(int(v) for v in (*knob.values, knob.own)))
+            for knob in self.knobs
+            if knob.name in ("tp", "cp", "ep", "etp")
         }
-        self.probe_world = (
-            math.lcm(*sizes["tp"], int(own["tp"])) * math.lcm(*sizes["cp"]) * math.lcm(*sizes["ep"])
-        )
+        self.probe_world = math.lcm(most["tp"] * most["cp"] * most["ep"], most["ep"] * most["etp"])
         self.tokens_per_iteration = self._gbs * self._model.seq
         lines = [
             "composed layouts: a rank of each stage is put together from reduced slices (1 and 2 layers, no pipeline); "
@@ -192,8 +198,16 @@ class MegatronSpace:
             return "sequence parallelism needs tensor parallelism"
         if model.seq % (p["tp"] * p["cp"] * 2 if p["cp"] > 1 else p["tp"]) and p["sp"]:
             return f"sequence {model.seq} cannot be split over tp {p['tp']} x cp {p['cp']}"
-        if model.experts and (model.experts % p["ep"] or (dp * p["cp"] * p["tp"]) % (p["ep"] * self._etp(p))):
-            return f"{model.experts} experts cannot be spread over ep {p['ep']}"
+        if model.experts and (model.experts % p["ep"] or (dp * p["cp"] * p["tp"]) % (p["ep"] * p["etp"])):
+            return f"{model.experts} experts cannot be spread over ep {p['ep']} x etp {p['etp']}"
+        if model.experts and p["etp"] != p["tp"] and "--expert-tensor-parallel-size" not in self._flags:
+            return "the script has no --expert-tensor-parallel-size: that of experts follows tp"
+        if p["etp"] > 1 and model.ffn % p["etp"]:
+            return f"the {model.ffn} channels of an expert cannot be split over etp {p['etp']}"
+        if p["order"] != self._own_order() and (
+            p["pp"] == 1 or dp == 1 or size // p["pp"] >= self._gpus_per_node
+        ):
+            return "the same as the other rank order: it changes nothing that nodes share"
         if p["pp"] == 1 and p["vpp"] > 1:
             return "virtual stages need a pipeline"
         stages = self._layers_of_stages(p)
@@ -212,8 +226,8 @@ class MegatronSpace:
             return "a part of the layers is recomputed only where stages are even"
         return ""
 
-    def _etp(self, p: Mapping[str, Any]) -> int:
-        return int(self._args.get("expert_tensor_parallel_size") or p["tp"])
+    def _own_order(self) -> str:
+        return "pp-dp" if self._args.get("use_tp_pp_dp_mapping") else "dp-pp"
 
     def _layers_of_stages(self, p: Mapping[str, Any]) -> list[int] | None:
         layers, pp = self._model.layers, p["pp"]
@@ -242,13 +256,22 @@ class MegatronSpace:
             "sp": bool(args.get("sequence_parallel")),
             "cp": int(args.get("context_parallel_size") or 1),
             "ep": int(args.get("expert_model_parallel_size") or 1),
+            "etp": self._own_etp(),
             "pp": pp,
             "vpp": int(args.get("virtual_pipeline_model_parallel_size") or 1),
             "stages": "even" if self._model.layers % pp == 0 else "uneven",
             "micro_batch": int(args["micro_batch_size"]),
             "recompute": recompute,
             "optimizer": ("distributed" if args.get("use_distributed_optimizer") else "plain") + overlap,
+            "order": self._own_order(),
         }
+
+    def _own_etp(self) -> int:
+        if not self._model.experts:
+            return 1
+        return int(
+            self._args.get("expert_tensor_parallel_size") or self._args.get("tensor_model_parallel_size") or 1
+        )
 
     def _all_knobs(self, own: dict[str, Value], gpus_per_node: int) -> Iterator[Knob]:
         model = self._model
@@ -261,6 +284,10 @@ class MegatronSpace:
             else powers_of_2(min(16, self._world))
         )
         ep = [n for n in divisors(model.experts)] if model.experts else [1]
+        etp = tp if model.experts else [1]
+        orders: list[Value] = [own["order"]]
+        if "--use-tp-pp-dp-mapping" in self._flags:
+            orders = list(_ORDERS)
         most = max(1, self._gbs // max(1, self._world // (max(tp) * max(pp) * max(cp))))
         batches = powers_of_2(min(_MAX_MICRO_BATCH, most))
         vpp = [1]
@@ -283,6 +310,7 @@ class MegatronSpace:
             ("tp", tp, "tensor-parallel size"),
             ("cp", cp, "context-parallel size"),
             ("ep", ep, "expert-parallel size"),
+            ("etp", etp, "tensor-parallel size of experts"),
             ("pp", pp, "pipeline stages"),
             ("vpp", vpp, "model chunks a stage"),
             ("stages", uneven, "layers over stages: even, or fewer on the first and last one"),
@@ -290,6 +318,11 @@ class MegatronSpace:
             ("sp", sp, "sequence parallelism"),
             ("recompute", recompute, "none, selective, full, or full of a part of the layers"),
             ("optimizer", optimizers, "distributed or plain, with or without overlapped communication"),
+            (
+                "order",
+                orders,
+                "which ranks are neighbours, past tp, cp and ep: data-parallel ones or pipeline stages",
+            ),
         ):
             yield Knob(name=name, values=tuple(dict.fromkeys([*values, own[name]])), own=own[name], help=text)
 
@@ -299,7 +332,7 @@ class MegatronSpace:
         """The launch's argv with the point's flags in place of its own."""
         if point == self.own:
             return self._argv
-        return (*without(self._argv, _WITH_VALUE, _SWITCHES), *self._flags_of(self._named(point)))
+        return (*without(self._argv, LAYOUT_VALUES, LAYOUT_SWITCHES), *self._flags_of(self._named(point)))
 
     def with_sequence(self, length: int) -> tuple[str, ...]:
         """argv with ``--seq-length``, and ``--max-position-embeddings`` where the launch gives it."""
@@ -312,8 +345,8 @@ class MegatronSpace:
         """Flags that the point adds or changes, then ``(drop --flag)`` for those to take out."""
         if point == self.own:
             return ()
-        before = pairs(self._argv, _WITH_VALUE, _SWITCHES)
-        after = pairs(self.command(point), _WITH_VALUE, _SWITCHES)
+        before = pairs(self._argv, LAYOUT_VALUES, LAYOUT_SWITCHES)
+        after = pairs(self.command(point), LAYOUT_VALUES, LAYOUT_SWITCHES)
         added = [f"{flag} {value}".strip() for flag, value in after.items() if before.get(flag) != value]
         return (*added, *(f"(drop {flag})" for flag in before if flag not in after))
 
@@ -328,6 +361,8 @@ class MegatronSpace:
             flags["--context-parallel-size"] = p["cp"]
         if p["ep"] > 1:
             flags["--expert-model-parallel-size"] = p["ep"]
+        if self._model.experts and "--expert-tensor-parallel-size" in self._flags:
+            flags["--expert-tensor-parallel-size"] = p["etp"]
         if p["vpp"] > 1 and stages is not None:
             if "--num-layers-per-virtual-pipeline-stage" in self._flags:
                 flags["--num-layers-per-virtual-pipeline-stage"] = stages[0] // p["vpp"]
@@ -355,6 +390,8 @@ class MegatronSpace:
         words = [word for flag, value in flags.items() for word in (flag, str(value))]
         if p["sp"] and "--sequence-parallel" in self._flags:
             words.append("--sequence-parallel")
+        if p["order"] == "pp-dp":
+            words.append("--use-tp-pp-dp-mapping")
         kind, _, overlap = str(p["optimizer"]).partition("+")
         if kind == "distributed":
             words.append("--use-distributed-optimizer")
@@ -369,14 +406,22 @@ class MegatronSpace:
     def probes(self, point: Point) -> tuple[Probe, ...]:
         """One and two plain layers; two with selective recomputation where the point has it."""
         p = self._named(point)
-        words = without(self._argv, (*_WITH_VALUE, "--num-layers", "--global-batch-size"), _SWITCHES)
+        words = without(self._argv, (*LAYOUT_VALUES, "--num-layers", "--global-batch-size"), LAYOUT_SWITCHES)
         dp = self.probe_world // (p["tp"] * p["cp"])
         wanted = [("none", 1), ("none", 2)]
         if p["recompute"] == "selective":
             wanted.append(("selective", 2))
         probes = []
         for kind, layers in wanted:
-            reduced = {**p, "pp": 1, "vpp": 1, "stages": "even", "recompute": kind, "optimizer": "plain"}
+            reduced = {
+                **p,
+                "pp": 1,
+                "vpp": 1,
+                "stages": "even",
+                "recompute": kind,
+                "optimizer": "plain",
+                "order": "dp-pp",
+            }
             command = (
                 *words, *self._flags_of(reduced), "--global-batch-size", str(2 * dp * p["micro_batch"]),
             )  # fmt: skip
@@ -429,7 +474,8 @@ class MegatronSpace:
                 pp=p["pp"],
                 dp=dp,
                 ep=p["ep"],
-                etp=self._etp(p) if model.experts else p["tp"],
+                etp=p["etp"] if model.experts else p["tp"],
+                order=_ORDERS[p["order"]],
                 vpp=p["vpp"],
                 num_microbatches=self._gbs // (p["micro_batch"] * dp),
             ),
@@ -514,15 +560,15 @@ class MegatronSpace:
         )
 
     def _expert_share(self, p: Mapping[str, Any]) -> float:
-        total = self._model.layer_params(p["tp"], p["ep"], self._etp(p))
-        return self._model.expert_params(p["ep"], self._etp(p)) / total if self._model.experts else 0.0
+        total = self._model.layer_params(p["tp"], p["ep"], p["etp"])
+        return self._model.expert_params(p["ep"], p["etp"]) / total if self._model.experts else 0.0
 
     def _params_of(self, p: Mapping[str, Any], stage: tuple[Chunk, ...]) -> tuple[float, float]:
         """Parameters of a rank of a stage: of dense layers, and of experts."""
         model, layers = self._model, sum(n for c in stage for _, n in c.layers)
         ends = sum(c.embedding + c.loss for c in stage)
-        experts = layers * model.expert_params(p["ep"], self._etp(p))
-        params = layers * model.layer_params(p["tp"], p["ep"], self._etp(p)) - experts
+        experts = layers * model.expert_params(p["ep"], p["etp"])
+        params = layers * model.layer_params(p["tp"], p["ep"], p["etp"]) - experts
         return params + model.embedding_params(p["tp"]) * (min(ends, 1) if self._tied else ends), experts
 
     def _after(self, p: Mapping[str, Any], shape: Shape, stage: tuple[Chunk, ...]) -> _Work:

@@ -174,7 +174,7 @@ def describe(knobs: Mapping[str, object]) -> str:
             text += f" bucket {bucket:.0e}" if isinstance(bucket, int) else f" bucket {bucket}"
             text += " overlap" if k["overlap"] else ""
         return text
-    parts = [f"{name}{k[name]}" for name in ("tp", "cp", "ep", "pp", "vpp") if k.get(name, 1) != 1]
+    parts = [f"{name}{k[name]}" for name in ("tp", "cp", "ep", "etp", "pp", "vpp") if k.get(name, 1) != 1]
     text = " ".join(parts) or "data parallel only"
     if k.get("stages") == "uneven":
         text += " uneven"
@@ -184,6 +184,8 @@ def describe(knobs: Mapping[str, object]) -> str:
         text += " sp"
     if k.get("recompute", "none") != "none":
         text += f" recompute:{k['recompute']}"
+    if k.get("order", "dp-pp") != "dp-pp":
+        text += f" {k['order']}"
     if "optimizer" in k:
         text += f" {k['optimizer']}"
     return text

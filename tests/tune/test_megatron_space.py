@@ -21,7 +21,7 @@ ARGUMENTS = {
     "ffn_hidden_size": 4096, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1,
     "global_batch_size": 64, "sequence_parallel": True, "use_distributed_optimizer": True, "bf16": True,
     "accumulate_allreduce_grads_in_fp32": True, "transformer_impl": "local",
-    "prism_flags": [*tune._WITH_VALUE, *tune._SWITCHES, "--num-layers", "--global-batch-size"],
+    "prism_flags": [*tune.LAYOUT_VALUES, *tune.LAYOUT_SWITCHES, "--num-layers", "--global-batch-size"],
 }  # fmt: skip
 
 
@@ -193,3 +193,35 @@ def test_experts_are_bounded_by_their_own_groups() -> None:
     assert states <= space.limits(point).memory_bytes <= 1.2 * states
     wanted = point_of(space, tp=2, sp=False, pp=1, ep=8)
     assert "need sequence parallelism" in next(why for p, why in space.points() if p == wanted)
+
+
+def test_experts_may_be_split_otherwise_than_the_rest() -> None:
+    flags = [*ARGUMENTS["prism_flags"]]
+    space = space_of(prism_flags=flags, num_experts=8, moe_router_topk=2)
+    assert dict(zip((k.name for k in space.knobs), space.own.values, strict=True))["etp"] == 2
+    point = point_of(space, tp=4, pp=1, ep=4, etp=1)
+    assert "--expert-tensor-parallel-size 1" in space.changes(point)
+    assert space.shape(point).layout.etp == 1
+    assert not space.probe_world % (8 * 8)
+    wide = point_of(space, tp=4, pp=1, ep=8, etp=4)
+    assert "cannot be spread" in next(why for p, why in space.points() if p == wide)
+    flags.remove("--expert-tensor-parallel-size")
+    bound = space_of(prism_flags=flags, num_experts=8, moe_router_topk=2)
+    follows = [p for p in legal(bound)]
+    assert follows
+    assert all(bound.shape(p).layout.etp == bound.shape(p).layout.tp for p in follows)
+
+
+def test_the_rank_order_is_searched_where_nodes_share_groups() -> None:
+    space = space_of()
+    point = point_of(space, order="pp-dp")
+    assert point in legal(space)
+    assert "--use-tp-pp-dp-mapping" in space.changes(point)
+    assert space.probes(point) == space.probes(space.own)
+    near, far = (space.shape(p).layout for p in (point, space.own))
+    assert near.rank_of({"tp": 0, "cp": 0, "ep": 0, "dp": 0, "pp": 1}) == 2
+    assert far.rank_of({"tp": 0, "cp": 0, "ep": 0, "dp": 0, "pp": 1}) == 8
+    same = point_of(space, tp=8, order="pp-dp")
+    assert "the same as" in next(why for p, why in space.points() if p == same)
+    mapped = space_of(use_tp_pp_dp_mapping=True)
+    assert mapped.shape(mapped.own).layout.order == "tp-cp-ep-pp-dp"
