@@ -242,7 +242,7 @@ class Slice:
         if not recorder.has_program:
             raise PrismError(
                 f"the script trained {len(context.hashes)} iterations only; a slice on cuda needs {self.spec.iterations}: "
-                "let it train longer, or lower --prism-iterations (at least 4)"
+                "let it train longer, or lower --prism-iterations (at least 5)"
             )
         write_json(self.dir.measured, recorder.measured(self.spec.rank))
         for line in recorder.remarks:

@@ -7,25 +7,35 @@ a stream's number is found, ``prism::end`` ends the iteration. Everything is ord
 
 An op is what the innermost operator launched on one stream; a kernel that no operator launched (a Triton kernel,
 an extension's) is an op by its own name. Its duration is the time of its kernels and the gaps the GPU leaves between
-kernels that were waiting already.
+kernels that were waiting already; both, and the host's time, from iterations that ran without this profiler where there are
+such (:mod:`prism_plugins.capture.kernel_times`).
 """
 
 from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from prism_plugins.capture.kernel_times import (
+    KernelTime,
+    KernelTimes,
+    Lookup,
+    covered_ns,
+    queue_gaps,
+    waiting_ns,
+)
 from prism_plugins.capture.kineto import Span, Trace, Work
 from prism_plugins.program.model import (
     EVENT_DTYPE,
     Allocation,
     EventKind,
     OpSignature,
+    Phase,
     TensorSpec,
 )
 
@@ -35,12 +45,9 @@ END = "prism::end"
 _MARK = re.compile(r"prism::(\d+)$")
 _DEFAULT_STREAM = 7
 _NEVER = 2**63 - 1
-_MAX_GAP_NS = 3_000
-"""Between kernels that are queued the GPU needs about a microsecond; a longer gap has another cause."""
-_BLOCKING = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"}
-_HOST_SLACK = 3.0
-"""A runtime call that takes so many times what its quickest tenth takes waits for the GPU (a full launch queue, where all
-but the first launches of an iteration may wait; a copy to pageable memory)."""
+_PAUSING = ("optimizer",)
+"""Phases in which, as outside of all, pauses of the host are kept where they were: what is derived from other phases (those
+of another stage, another micro-batch) has them as a share of its ops' host times."""
 
 _DTYPES = {
     "float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16",
@@ -86,6 +93,12 @@ class TracedIteration(msgspec.Struct, kw_only=True):
     events: np.ndarray
     op_ns: np.ndarray
     """Time of each KERNEL event on its stream, in their order, float64."""
+    op_host_ns: np.ndarray
+    """What the host took to issue each, what a call with virtual peers took before it included; 0 where not known."""
+    pause_ns: float = 0.0
+    """Pauses of the host that are events of their own."""
+    untimed_ns: float = 0.0
+    """Time of kernels that the iterations without this profiler did not have."""
     initial: list[Allocation]
     busy_ns: float
     """Time in which the GPU did something, what answered virtual peers included."""
@@ -109,6 +122,8 @@ def build_iteration(
     marks: Sequence[Mark],
     table: SignatureTable,
     live: Sequence[tuple[int, int, str]] = (),
+    times: KernelTimes | None = None,
+    phases: Sequence[Phase] = (),
 ) -> TracedIteration:
     """The event stream of a traced iteration.
 
@@ -117,6 +132,8 @@ def build_iteration(
         marks: what the annotations ``prism::<n>`` stand for.
         table: receives the ops.
         live: (address, bytes, category) of the allocations that were live at its begin.
+        times: of kernels and of the host, from iterations without this profiler.
+        phases: what marks of phases refer to.
     """
     answers = _Intervals([a for a in trace.annotations if a.name == ANSWER or a.name.startswith(STREAM)])
     work_of = {work.correlation: work for work in trace.work}
@@ -132,18 +149,28 @@ def build_iteration(
     streams = _Streams()
     rows: list[tuple[int, int, tuple[int, int, int, int, int]]] = []
     op_at: list[tuple[int, int]] = []
-    gaps = _gaps(trace.work, {x.work.correlation: x.end_ns for x in launches})
+    timing = _Timing(trace, launches, answers, times)
+    pausing = _pausing(trace, marks, phases)
 
-    mine = [x for x in launches if not answers.cover(x.thread, x.at_ns)]
     durations: dict[tuple[int, int], float] = {}
-    for launch in mine:
+    hosts: dict[tuple[int, int], float] = {}
+    paused = 0.0
+    for launch in launches:
+        took, host, pause = timing.of(launch)
+        if answers.cover(launch.thread, launch.at_ns):
+            continue
         work = launch.work
         owner = (id(launch.op) if launch.op is not None else -work.correlation - 1, work.stream)
-        took = work.end_ns - work.start_ns + gaps.get(work.correlation, 0)
+        if pause and not (pausing(launch.at_ns) and owner not in durations):
+            host, pause = host + pause, 0.0
         if owner in durations:
             durations[owner] += took
+            hosts[owner] += host
             continue
-        durations[owner] = took
+        durations[owner], hosts[owner] = took, host
+        if pause:
+            paused += pause
+            rows.append((launch.at_ns, len(rows), (EventKind.HOST, 0, 0, 0, round(pause))))
         ref = table.intern(_signature(launch))
         op_at.append(owner)
         rows.append(
@@ -162,17 +189,79 @@ def build_iteration(
     rows = sorted(row for row in rows if row[0] < ends_ns)
     events = np.array([row[2] for row in rows], EVENT_DTYPE)
     kernels = np.flatnonzero(events["kind"] == EventKind.KERNEL)
-    op_ns = np.array([durations[op_at[i]] for i in events["value"][kernels].tolist()], np.float64)
+    owners = [op_at[i] for i in events["value"][kernels].tolist()]
     events["value"][kernels] = 0
     starts = [w.start_ns for w in trace.work]
     return TracedIteration(
         events=events,
-        op_ns=op_ns,
+        op_ns=np.array([durations[owner] for owner in owners], np.float64),
+        op_host_ns=np.array([hosts[owner] for owner in owners], np.float64),
+        pause_ns=paused,
+        untimed_ns=timing.untimed_ns,
         initial=initial,
-        busy_ns=float(_covered(trace.work)),
+        busy_ns=float(covered_ns(trace.work)),
         span_ns=float(max((w.end_ns for w in trace.work), default=0) - min(starts, default=0)),
         host_ns=_host_ns(trace, ends_ns),
     )
+
+
+class _Timing:
+    """What launches took, asked for in their order."""
+
+    def __init__(
+        self, trace: Trace, launches: Sequence[_Launch], answers: _Intervals, times: KernelTimes | None
+    ) -> None:
+        self.untimed_ns = 0.0
+        self._gaps = queue_gaps(trace.work, {x.work.correlation: x.end_ns for x in launches})
+        self._answers = answers
+        self._streams = _Intervals([a for a in trace.annotations if a.name.startswith(STREAM)])
+        self._lookup = Lookup(times) if times is not None else None
+        self._call_ns = 0.0
+        self._answer: int | None = None
+
+    def of(self, launch: _Launch) -> tuple[float, float, float]:
+        """Time on the GPU, of the host, and of a pause before it, ns.
+
+        The host time of a call with virtual peers is what it took until its answer was launched; the op after it has
+        that on top, and what answering took in addition nobody.
+        """
+        work = launch.work
+        traced = float(work.end_ns - work.start_ns + self._gaps.get(work.correlation, 0))
+        if self._lookup is None or self._streams.cover(launch.thread, launch.at_ns):
+            return traced, 0.0, 0.0
+        time = self._lookup.next(work)
+        if time is None:
+            self.untimed_ns += traced
+            time = KernelTime(traced, 0.0, 0.0, 0.0)
+        answer = self._answers.find(launch.thread, launch.at_ns)
+        if answer is not None:
+            if answer != self._answer:
+                self._call_ns += time.host + time.pause
+            self._answer = answer
+            return 0.0, 0.0, 0.0
+        call_ns, self._call_ns = self._call_ns, 0.0
+        return time.duration + time.gap, time.host + call_ns, time.pause
+
+
+def _pausing(trace: Trace, marks: Sequence[Mark], phases: Sequence[Phase]) -> Callable[[int], bool]:
+    """Whether a pause of the host at a time of the trace is kept where it is."""
+    changes: list[tuple[int, bool]] = []
+    for note in trace.annotations:
+        found = _MARK.match(note.name)
+        mark = marks[int(found[1])] if found is not None and int(found[1]) < len(marks) else None
+        if mark is not None and mark.kind == EventKind.PHASE_BEGIN:
+            kind = phases[mark.ref].kind if mark.ref < len(phases) else "unknown"
+            changes.append((note.start_ns, kind in _PAUSING))
+        elif mark is not None and mark.kind == EventKind.PHASE_END:
+            changes.append((note.start_ns, True))
+    changes.sort()
+    times = [at for at, _ in changes]
+
+    def pausing(at_ns: int) -> bool:
+        i = bisect.bisect_right(times, at_ns) - 1
+        return i < 0 or changes[i][1]
+
+    return pausing
 
 
 class _Streams:
@@ -195,10 +284,14 @@ class _Intervals:
             starts.append(span.start_ns)
             ends.append(max(span.end_ns, ends[-1] if ends else 0))
 
-    def cover(self, thread: int | str, at_ns: int) -> bool:
+    def find(self, thread: int | str, at_ns: int) -> int | None:
+        """Begin of the span."""
         starts, ends = self._of.get(thread, ((), ()))
         i = bisect.bisect_right(starts, at_ns) - 1
-        return i >= 0 and at_ns <= ends[i]
+        return starts[i] if i >= 0 and at_ns <= ends[i] else None
+
+    def cover(self, thread: int | str, at_ns: int) -> bool:
+        return self.find(thread, at_ns) is not None
 
     def cover_any(self, at_ns: int) -> bool:
         return any(self.cover(thread, at_ns) for thread in self._of)
@@ -231,29 +324,6 @@ def _launches(trace: Trace, work_of: dict[int, Work]) -> list[_Launch]:
             launches.append(_Launch(call.start_ns, call.end_ns, thread, work, stack[-1] if stack else None))
     launches.sort(key=lambda x: x.at_ns)
     return launches
-
-
-def _gaps(work: Sequence[Work], launched: dict[int, int]) -> dict[int, int]:
-    """Correlation → the gap before a kernel that was launched before the one ahead of it on its stream ended, ns."""
-    last: dict[int, int] = {}
-    gaps = {}
-    for one in sorted(work, key=lambda w: w.start_ns):
-        before = last.get(one.stream)
-        if before is not None and launched.get(one.correlation, one.start_ns) < before:
-            gap = one.start_ns - before
-            if 0 < gap <= _MAX_GAP_NS:
-                gaps[one.correlation] = gap
-        last[one.stream] = max(before or 0, one.end_ns)
-    return gaps
-
-
-def _covered(work: Sequence[Work]) -> int:
-    """Time in which at least one of them ran, ns."""
-    total, reached = 0, 0
-    for one in sorted(work, key=lambda w: w.start_ns):
-        total += max(0, one.end_ns - max(one.start_ns, reached))
-        reached = max(reached, one.end_ns)
-    return total
 
 
 def _sync_rows(trace: Trace, streams: _Streams, answers: _Intervals, order: int) -> list[Any]:
@@ -301,17 +371,7 @@ def _host_ns(trace: Trace, ends_ns: int) -> float:
     if not spans:
         return 0.0
     total = max(s.end_ns for s in spans) - min(s.start_ns for s in spans)
-    times: dict[str, list[int]] = {}
-    waited = 0
-    for call in calls:
-        if call.name in _BLOCKING:
-            waited += call.end_ns - call.start_ns
-        else:
-            times.setdefault(call.name, []).append(call.end_ns - call.start_ns)
-    for took in times.values():
-        usual = float(np.quantile(took, 0.1))
-        waited += sum(int(t - usual) for t in took if t > _HOST_SLACK * usual + 10_000)
-    return float(max(0, total - waited))
+    return float(max(0, total - sum(waiting_ns(calls, trace.work))))
 
 
 def _signature(launch: _Launch) -> OpSignature:

@@ -19,7 +19,7 @@ class InSituCosts(SteadyClock):
 
     Args:
         base: prices collectives, and ops that were not measured.
-        cluster: host times.
+        cluster: host times of calls and of what was not measured.
         measured: of the slices. A program is priced by its own slice where it has one (GPUs differ, and clocks go with
             what a rank does); otherwise an op that several slices ran costs their mean, by occurrences.
     """
@@ -33,13 +33,22 @@ class InSituCosts(SteadyClock):
             self.interference = msgspec.structs.replace(self.interference, streams_share=False)
         self._gpus = sorted({m.gpu.name for m in measured if m.gpu.name})
         self.name = f"measured in the job's own slices on {', '.join(self._gpus) or 'a GPU'} + {base.name}"
-        self._of_rank = {one.rank: {_key(op.signature): op.ns for op in one.ops} for one in measured}
-        totals: dict[tuple, tuple[float, int]] = {}
+        self._of_rank = {
+            one.rank: {_key(op.signature): (op.ns, op.host_ns) for op in one.ops} for one in measured
+        }
+        totals: dict[tuple, tuple[float, float, int]] = {}
         for one in measured:
             for op in one.ops:
-                ns, count = totals.get(_key(op.signature), (0.0, 0))
-                totals[_key(op.signature)] = (ns + op.ns * op.count, count + op.count)
-        self._ns = {key: ns / count for key, (ns, count) in totals.items() if count}
+                ns, host_ns, count = totals.get(_key(op.signature), (0.0, 0.0, 0))
+                totals[_key(op.signature)] = (
+                    ns + op.ns * op.count,
+                    host_ns + op.host_ns * op.count,
+                    count + op.count,
+                )
+        self._ns = {
+            key: (ns / count, host_ns / count) for key, (ns, host_ns, count) in totals.items() if count
+        }
+        self._host_known = bool(measured) and all(any(op.host_ns for op in one.ops) for one in measured)
         self._not_measured = 0
         self._views: dict[int, tuple[list[OpSignature], _OfSlice]] = {}
 
@@ -47,25 +56,26 @@ class InSituCosts(SteadyClock):
         """As measured; by the base model where no slice launched such an op."""
         return self.price_by(signature, {})
 
-    def price_by(self, signature: OpSignature, own: Mapping[tuple, float]) -> Price:
-        """The same, by the figures of one slice (key → ns) where it has them."""
-        ns = own.get(_key(signature)) or self._ns.get(_key(signature))
-        if ns is None:
+    def price_by(self, signature: OpSignature, own: Mapping[tuple, tuple[float, float]]) -> Price:
+        """The same, by the figures of one slice (key → ns on the GPU, of the host) where it has them."""
+        known = own.get(_key(signature)) or self._ns.get(_key(signature))
+        if known is None:
             self._not_measured += 1
             return self._base.price_op(signature)
         # What the op computes and moves is not known to the profiler: the base's estimate, for what overlaps it.
         rule = self._base.price_op(signature)
         return msgspec.structs.replace(
             rule,
-            duration_ns=ns,
+            duration_ns=known[0],
             rule="measured/in situ",
             provenance="measured",
-            host_ns=self._cluster.host.op_us * 1e3,
+            host_ns=known[1] if self._host_known else self._cluster.host.op_us * 1e3,
         )
 
     def price_comm(self, comm: CommSignature, ranks: tuple[int, ...], rank: int) -> Price:
-        """By the base model."""
-        return self._base.price_comm(comm, ranks, rank)
+        """By the base model. What the host takes for a call is part of the op after it, where that was measured."""
+        price = self._base.price_comm(comm, ranks, rank)
+        return msgspec.structs.replace(price, host_ns=0.0) if self._host_known else price
 
     def settle(self, job: JobPrograms) -> None:
         """Find the slice of each program; it ran at the clocks of the job."""
@@ -105,7 +115,7 @@ class InSituCosts(SteadyClock):
 class _OfSlice(SteadyClock):
     """The model for the program of one slice."""
 
-    def __init__(self, costs: InSituCosts, own: Mapping[tuple, float]) -> None:
+    def __init__(self, costs: InSituCosts, own: Mapping[tuple, tuple[float, float]]) -> None:
         self.name = costs.name
         self.interference = costs.interference
         self._costs = costs

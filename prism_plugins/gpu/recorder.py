@@ -1,8 +1,9 @@
 """The recorder of a slice on a real GPU: the interface of :class:`~prism_plugins.capture.recorder.Recorder`.
 
-Nothing is recorded while iterations are timed; what a slice itself knows (calls, waits, phases) is kept as marks. The
-last iterations run under ``torch.profiler``, where each mark is an annotation too, and
-:mod:`prism_plugins.capture.kineto_program` makes the event stream of the trace.
+Nothing is recorded while iterations are timed; what a slice itself knows (calls, waits, phases) is kept as marks. Then
+CUPTI alone watches some iterations, without a pause between them: what kernels take in the running job
+(:mod:`prism_plugins.capture.kernel_times`). The last iterations run under the whole of ``torch.profiler``, where each mark is
+an annotation too, and :mod:`prism_plugins.capture.kineto_program` makes the event stream of the trace.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from prism_plugins.capture.call_recorder import CallRecorder
-from prism_plugins.capture.kineto import read_trace
+from prism_plugins.capture.kernel_times import KernelTimes, kernel_times
+from prism_plugins.capture.kineto import Trace, read_trace
 from prism_plugins.capture.kineto_program import (
     ANSWER,
     END,
@@ -38,7 +40,7 @@ from prism_plugins.device.memory import HostCounts
 from prism_plugins.errors import PrismError
 from prism_plugins.gpu.sensors import GpuSensors, hindered
 from prism_plugins.gpu.timing import Schedule, host_ratio, scale_of, steady_ms
-from prism_plugins.program.measured import GpuState, Measured, MeasuredMemory, MeasuredOp
+from prism_plugins.program.measured import GpuState, Measured, MeasuredMemory, MeasuredOp, Watched
 from prism_plugins.program.model import (
     EVENT_DTYPE,
     EventKind,
@@ -49,6 +51,10 @@ from prism_plugins.program.model import (
 
 _SHORT_NS = 50_000
 """A pause between iterations that is shorter is no pause."""
+_WATCH_NS = 2_000_000_000
+"""After so long no further iteration is watched: a trace is kept in memory."""
+_UNTIMED = 0.02
+"""Share of traced kernel time without a counterpart in the watched iterations that is worth a remark."""
 _NOTHING = contextlib.nullcontext()
 _NO_HOST = HostCounts(**dict.fromkeys(HostCounts.__struct_fields__, 0))
 
@@ -74,12 +80,16 @@ class GpuRecorder(CallRecorder):
         self._marks: list[Mark] = []
         self._index = -1
         self._profiler: Any = None
+        self._watcher: Any = None
+        """CUPTI alone."""
+        self._watch_began = 0
+        self._times: KernelTimes | None = None
+        self._watched: Watched | None = None
         self._traced: list[TracedIteration] = []
         self._begins: list[tuple[int, Any]] = []
         self._ends: list[tuple[int, Any]] = []
-        self._host_ns: dict[bool, dict[str, list[int]]] = {
-            False: defaultdict(list),
-            True: defaultdict(list),
+        self._host_ns: dict[str, dict[str, list[int]]] = {
+            how: defaultdict(list) for how in ("plain", "watched", "traced")
         }
         self._phase_began = 0
         self._state = GpuState()
@@ -118,7 +128,9 @@ class GpuRecorder(CallRecorder):
             self.sensors.watch()
         if self.schedule.is_traced(self._index) and not self.has_program:
             self._end_timing()
+            self._end_watching()
             torch.cuda.synchronize()
+            self._state = self._state if self._traced else self.sensors.stop()
             self._follow_events()
             self._live = self.live_blocks()
             self._streams.clear()
@@ -126,6 +138,8 @@ class GpuRecorder(CallRecorder):
             self._profiler.start()
         else:
             self._mark_begin()
+            if self.schedule.is_watched(self._index):
+                self._watch()
         self.recording, self._starting = True, False
 
     def stop(self) -> RecordedIteration:
@@ -144,7 +158,7 @@ class GpuRecorder(CallRecorder):
     def _with_pause(self, events: np.ndarray) -> np.ndarray:
         """What lies between two iterations, at the end of one: the script waits for the GPU there (it logs a loss), and
         the GPU for the script."""
-        pause_ns = round(self._between_ms() * 1e6)
+        pause_ns = round(self._times.tail_ns if self._times is not None else self._between_ms() * 1e6)
         if pause_ns < _SHORT_NS:
             return events
         rows = [(EventKind.DEVICE_SYNC, 0, 0, 0, 0), (EventKind.HOST, 0, 0, 0, pause_ns)]
@@ -156,7 +170,8 @@ class GpuRecorder(CallRecorder):
         pauses = [
             event.elapsed_time(begins[index + 1])
             for index, event in self._ends
-            if index >= self.schedule.warm_up and index + 1 in begins
+            if self.schedule.warm_up <= index < self.schedule.warm_up + self.schedule.timed
+            and index + 1 in begins
         ]
         return statistics.median(pauses) if pauses else 0.0
 
@@ -173,21 +188,61 @@ class GpuRecorder(CallRecorder):
     def _mark_begin(self) -> None:
         self._begins.append((self._index, _timing_event()))
 
+    def _watch(self) -> None:
+        """The iteration that begins is watched by CUPTI alone: its kernels lie between two small ones."""
+        if self._index == self.schedule.warm_up + self.schedule.timed:
+            self._end_timing()
+            self._watcher = _new_watcher()
+            self._watcher.start()
+            self._watch_began = time.perf_counter_ns()
+        elif time.perf_counter_ns() - self._watch_began > _WATCH_NS:
+            self._end_watching()
+        if self._watcher is not None:
+            torch.cuda._sleep(1)
+
+    def _end_watching(self) -> None:
+        """Read what CUPTI saw, and make it what kernels take where nothing watches them."""
+        if self._watcher is None:
+            return
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        watcher, self._watcher = self._watcher, None
+        watcher.stop()
+        times = kernel_times(self._read(watcher))
+        if times is None:
+            self.remarks.append(
+                "iterations watched by CUPTI alone show no kernels: their times are the traced ones"
+            )
+            return
+        ratio = host_ratio(self._host_ns["plain"], self._host_ns["watched"])
+        self._times, kernels, gaps = times.fitted(steady_ms(self._timed_ms()) * 1e6, host_ratio=ratio)
+        self._watched = Watched(
+            iteration_ms=tuple(ns / 1e6 for ns in times.span_ns),
+            busy_ms=times.busy_ns / 1e6,
+            gap_ms=times.gap_ns / 1e6,
+            host_ms=times.host_ns / 1e6,
+            tail_ms=times.tail_ns / 1e6,
+            kernel_scale=kernels,
+            gap_scale=gaps,
+            host_scale=ratio,
+        )
+
+    def _timed_ms(self) -> tuple[float, ...]:
+        """Of the timed iterations, from begin to begin."""
+        first, last = self.schedule.warm_up, self.schedule.warm_up + self.schedule.timed
+        starts = [event for index, event in self._begins if first <= index <= last]
+        return tuple(a.elapsed_time(b) for a, b in itertools.pairwise(starts))
+
     def _end_timing(self) -> None:
         """The timed iterations are over: the begin of this one ends the last of them."""
-        if (
-            self._begins
-            and self._begins[-1][0] != self._index
-            and self._profiler is None
-            and not self._traced
-        ):
+        if self._stats is not None:
+            return
+        if self._begins and self._begins[-1][0] != self._index:
             self._mark_begin()
-            torch.cuda.synchronize()
-            self._state = self.sensors.stop()
-            self._stats = self.stats()
-            self.memory = msgspec.structs.replace(
-                self.memory, used=self._used_bytes(), reserved=torch.cuda.memory_reserved()
-            )
+        self._stats = self.stats()
+        self.memory = msgspec.structs.replace(
+            self.memory, used=self._used_bytes(), reserved=torch.cuda.memory_reserved()
+        )
 
     def _used_bytes(self) -> int:
         if self.sensors.others():
@@ -237,18 +292,29 @@ class GpuRecorder(CallRecorder):
     def _read_trace(self) -> TracedIteration:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
-        path = self._work_dir / f"trace-{os.getpid()}.json"
-        try:
-            profiler.export_chrome_trace(str(path))
-            trace = read_trace(path)
-        finally:
-            path.unlink(missing_ok=True)
+        trace = self._read(profiler)
         if not trace.work:
             raise PrismError(
                 "torch's profiler saw no kernel on the GPU (CUPTI is not permitted or another profiler is attached); "
                 "a slice on cuda needs it"
             )
-        return build_iteration(trace, marks=self._marks, table=self._table, live=self._live)
+        return build_iteration(
+            trace,
+            marks=self._marks,
+            table=self._table,
+            live=self._live,
+            times=self._times,
+            phases=list(self._phases),
+        )
+
+    def _read(self, profiler: Any) -> Trace:
+        """What a profiler that was stopped saw."""
+        path = self._work_dir / f"trace-{os.getpid()}.json"
+        try:
+            profiler.export_chrome_trace(str(path))
+            return read_trace(path)
+        finally:
+            path.unlink(missing_ok=True)
 
     # --- what the slice adds ---
 
@@ -277,7 +343,8 @@ class GpuRecorder(CallRecorder):
             took = time.perf_counter_ns() - self._phase_began
             if not self._index or self._index >= self.schedule.warm_up:
                 kind = next(itertools.islice(self._phases, self._open_phase, None)).kind
-                self._host_ns[self._profiler is not None][kind].append(took)
+                how = "watched" if self._watcher is not None else "plain"
+                self._host_ns["traced" if self._profiler is not None else how][kind].append(took)
         super().end_phase()
 
     def host(self, ns: int) -> None:
@@ -367,12 +434,19 @@ class GpuRecorder(CallRecorder):
 
     def measured(self, rank: int) -> Measured:
         """Everything this slice measured. Call when :attr:`has_program`."""
-        first, last = self.schedule.warm_up, self.schedule.warm_up + self.schedule.timed
-        starts = [event for index, event in self._begins if first <= index <= last]
-        timed = tuple(a.elapsed_time(b) for a, b in itertools.pairwise(starts))
+        timed = self._timed_ms()
         spans = tuple(t.span_ns / 1e6 for t in self._traced)
         busy_ms = statistics.mean(t.busy_ns for t in self._traced) / 1e6
-        scale, remark = scale_of(steady_ms(timed), span_ms=statistics.mean(spans), busy_ms=busy_ms)
+        scale, remark = 1.0, ""
+        if self._times is None:
+            scale, remark = scale_of(steady_ms(timed), span_ms=statistics.mean(spans), busy_ms=busy_ms)
+        elif busy_ms:
+            untimed = statistics.mean(t.untimed_ns for t in self._traced) / 1e6
+            if untimed > _UNTIMED * busy_ms:
+                remark = (
+                    f"{untimed:.1f} of {busy_ms:.1f} ms of traced kernels were not in the iterations before: their times are "
+                    "the profiler's"
+                )
         if remark:
             self.remarks.append(remark)
         if not self.sensors.available:
@@ -388,24 +462,33 @@ class GpuRecorder(CallRecorder):
             profiled_ms=spans,
             busy_ms=busy_ms,
             between_ms=self._between_ms(),
-            host_ms=host_profiled * host_ratio(self._host_ns[False], self._host_ns[True]),
+            host_ms=self._host_ms(host_profiled),
             host_profiled_ms=host_profiled,
             scale=scale,
+            watched=self._watched,
             ops=tuple(self._op_times(scale)),
             gpu=msgspec.structs.replace(self._state, name=torch.cuda.get_device_name()),
             memory=self.memory,
         )
 
+    def _host_ms(self, traced_ms: float) -> float:
+        """What the host needs to issue an iteration, calls included."""
+        if self._times is not None and self._times.host_ns:
+            return self._times.host_ns / 1e6
+        return traced_ms * host_ratio(self._host_ns["plain"], self._host_ns["traced"])
+
     def _op_times(self, scale: float) -> Iterator[MeasuredOp]:
         size = len(self._table.signatures)
-        total, count = np.zeros(size), np.zeros(size, np.int64)
+        total, host, count = np.zeros(size), np.zeros(size), np.zeros(size, np.int64)
         for traced in self._traced:
             refs = traced.events["ref"][traced.events["kind"] == EventKind.KERNEL]
             total += np.bincount(refs, traced.op_ns, minlength=size)
+            host += np.bincount(refs, traced.op_host_ns, minlength=size)
             count += np.bincount(refs, minlength=size)
         for number in np.flatnonzero(count).tolist():
-            mean = float(total[number] / count[number]) * scale
-            yield MeasuredOp(self._table.signatures[number], mean, int(count[number]))
+            times = int(count[number])
+            mean, issue = float(total[number] / times) * scale, float(host[number] / times)
+            yield MeasuredOp(self._table.signatures[number], mean, times, issue)
 
 
 def _timing_event() -> Any:
@@ -423,6 +506,11 @@ def _new_profiler() -> Any:
         profile_memory=True,
         experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True, capture_overload_names=True),
     )
+
+
+def _new_watcher() -> Any:
+    """CUPTI alone: kernels, copies, and the calls that launched them."""
+    return profile(activities=[ProfilerActivity.CUDA])
 
 
 def _events_of(marks: Sequence[Mark]) -> np.ndarray:

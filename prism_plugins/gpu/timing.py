@@ -1,4 +1,4 @@
-"""Arithmetic on measured iterations: which are warm-up, timed or traced, and what the profiler did to the figures."""
+"""Arithmetic on measured iterations: which are warm-up, timed, watched or traced, and what profilers did to the figures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 TRACED = 2
+WATCHED = 4
+"""The first of several does not count: starting CUPTI makes the GPU wait."""
 WARM_UP = 3
 """Allocator, cuBLAS, compiled kernels and optimizer state settle in the first iterations, clocks in the next."""
 DEFAULT_ITERATIONS = 16
@@ -18,22 +20,30 @@ _MOST = 0.08
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """What the iterations of a slice are for: warm-up, then timed without a profiler, then traced."""
+    """What the iterations of a slice are for: warm-up, then timed without a profiler, then watched by CUPTI alone, then
+    traced."""
 
     warm_up: int
     timed: int
+    watched: int = 0
     traced: int = TRACED
+
+    def is_watched(self, index: int) -> bool:
+        """Whether only the kernels of iteration ``index`` are recorded."""
+        return 0 <= index - self.warm_up - self.timed < self.watched
 
     def is_traced(self, index: int) -> bool:
         """Whether iteration ``index`` runs under the profiler."""
-        return index >= self.warm_up + self.timed
+        return index >= self.warm_up + self.timed + self.watched
 
 
 def make_schedule(iterations: int, *, traced: int = TRACED) -> Schedule:
-    """The schedule of a slice that may run so many iterations; at least one of each kind is kept."""
-    rest = max(2, iterations - traced)
+    """The schedule of a slice that may run so many iterations; at least one of each kind is kept. Where none are traced
+    none are watched."""
+    rest = max(3 if traced else 2, iterations - traced)
     warm_up = max(1, min(WARM_UP, rest // 3))
-    return Schedule(warm_up=warm_up, timed=max(1, rest - warm_up), traced=traced)
+    watched = max(1, min(WATCHED, rest // 3)) if traced else 0
+    return Schedule(warm_up=warm_up, timed=max(1, rest - warm_up - watched), watched=watched, traced=traced)
 
 
 def scale_of(timed_ms: float, *, span_ms: float, busy_ms: float) -> tuple[float, str]:

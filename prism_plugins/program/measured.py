@@ -15,6 +15,8 @@ class MeasuredOp(msgspec.Struct, frozen=True, array_like=True):
     """Mean time on its stream."""
     count: int
     """Occurrences behind it."""
+    host_ns: float = 0.0
+    """Mean time of the host to issue it, without waiting for the GPU; 0: not known."""
 
 
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +52,27 @@ class MeasuredMemory(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, self.used - self.context - self.reserved)
 
 
+class Watched(msgspec.Struct, frozen=True, kw_only=True):
+    """Iterations that CUPTI alone watched, one after the other: what kernels take in the running job."""
+
+    iteration_ms: tuple[float, ...] = ()
+    """From begin to begin on the GPU."""
+    busy_ms: float = 0.0
+    """The GPU did something, answers of virtual peers included; mean."""
+    gap_ms: float = 0.0
+    """Between kernels that were queued."""
+    host_ms: float = 0.0
+    """To issue an iteration, without waiting for the GPU."""
+    tail_ms: float = 0.0
+    """On the GPU, from the end of the last kernel to the begin of the next iteration."""
+    kernel_scale: float = 1.0
+    """What kernel times were multiplied by to agree with the timed iterations; 1 where the host is the bound."""
+    gap_scale: float = 1.0
+    """The same for gaps, which CUPTI makes longer."""
+    host_scale: float = 1.0
+    """The same for host times, by the phases of the timed iterations."""
+
+
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """See the module docstring."""
 
@@ -68,7 +91,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """What the host needs to issue an iteration, corrected for the profiler."""
     host_profiled_ms: float = 0.0
     scale: float = 1.0
-    """What traced durations were multiplied by to agree with the timed iterations."""
+    """What traced durations were multiplied by to agree with the timed iterations; 1 where others were watched."""
+    watched: Watched | None = None
+    """None: none were, or CUPTI saw nothing in them; op times are then those of the traced iterations."""
     ops: tuple[MeasuredOp, ...] = ()
     gpu: GpuState = GpuState()
     memory: MeasuredMemory = MeasuredMemory()

@@ -45,6 +45,18 @@ def test_what_no_slice_ran_is_priced_by_the_base_and_counted() -> None:
     assert model.price_comm(comm, (0, 1), 0) == base.price_comm(comm, (0, 1), 0)
 
 
+def test_where_host_times_were_measured_calls_are_part_of_the_ops_after_them() -> None:
+    cluster = load_cluster("dgx-h200")
+    ops = (MeasuredOp(MM, 100.0, 3, 900.0), MeasuredOp(TRITON, 7.0, 1, 0.0))
+    model = InSituCosts(build_cost_model(cluster), cluster, [Measured(rank=0, ops=ops)])
+    assert model.price_op(MM).host_ns == 900.0
+    assert model.price_op(TRITON).host_ns == 0.0
+    comm = CommSignature(kind="all_reduce", group=0, dtype="bfloat16", in_numel=1 << 20, out_numel=1 << 20)
+    price = model.price_comm(comm, (0, 1), 0)
+    assert price.host_ns == 0.0
+    assert price.duration_ns == build_cost_model(cluster).price_comm(comm, (0, 1), 0).duration_ns
+
+
 def test_another_gpu_than_the_clusters_is_a_finding() -> None:
     assert costs().findings() == ()
     (finding,) = costs("NVIDIA A100").findings()

@@ -213,9 +213,14 @@ def test_the_host_does_not_work_while_the_launch_queue_is_full() -> None:
     quick = [call(100.0 * i, 5) for i in range(4)]
     throttled = [call(1000.0 + 500 * i, 405) for i in range(16)]
     sync = call(9000, 1000, "cudaStreamSynchronize")
-    trace = parse_trace(json.dumps({"traceEvents": [*quick, *throttled, sync]}).encode(), source="trace")
+    args = {"correlation": 1, "stream": 7}
+    kernel = {"ph": "X", "cat": "kernel", "name": "k", "tid": 7, "ts": 500, "dur": 9000, "args": args}
+    trace = parse_trace(
+        json.dumps({"traceEvents": [*quick, *throttled, sync, kernel]}).encode(), source="trace"
+    )
     iteration = build_iteration(trace, marks=[], table=SignatureTable())
-    assert iteration.host_ns == pytest.approx(1e3 * (10_000 - 1000 - 16 * 400), rel=0.001)
+    expected = 1e3 * (10_000 - 500 - 16 * 400)
+    assert iteration.host_ns == pytest.approx(expected, rel=0.001), "the GPU did nothing in the last 500 us"
 
 
 @pytest.mark.parametrize(

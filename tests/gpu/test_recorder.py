@@ -16,7 +16,7 @@ from prism_plugins.errors import PrismError
 from prism_plugins.gpu import recorder as recorder_module
 from prism_plugins.gpu.recorder import GpuRecorder
 from prism_plugins.gpu.sensors import GpuSensors
-from prism_plugins.gpu.timing import make_schedule
+from prism_plugins.gpu.timing import Schedule, make_schedule
 from prism_plugins.program.model import CommSignature, EventKind, GroupInfo, Phase
 from prism_plugins.steadiness import iteration_hash
 
@@ -85,15 +85,43 @@ class Profiler:
         Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
+class Watcher(Profiler):
+    """Writes the trace of one launch in each iteration, between those of the marker; the kernel takes 100 us longer than
+    under the whole profiler, and is 40 us late as the host is."""
+
+    started = 0
+
+    def start(self) -> None:
+        Watcher.started += 1
+
+    def export_chrome_trace(self, path: str) -> None:
+        def put(cat: str, name: str, ts: float, dur: float, **args) -> dict:
+            return {"ph": "X", "cat": cat, "name": name, "tid": 1, "ts": ts, "dur": dur, "args": args}
+
+        events, number = [], 0
+        for turn in range(len(self.marks)):
+            at = 50_000.0 * turn
+            for name, after, took in (("spin_kernel(long)", 0.0, 1.0), ("gemm", 40.0, 1100.0)):
+                number += 1
+                events += [
+                    put("cuda_runtime", "cudaLaunchKernel", at + after, 5, correlation=number),
+                    put("kernel", name, at + after + 6, took, correlation=number, stream=7),
+                ]
+        Path(path).write_text(json.dumps({"traceEvents": events[:-2]}))
+
+
 @pytest.fixture
 def recorder(tmp_path, monkeypatch) -> GpuRecorder:
     made = GpuRecorder(make_schedule(9), work_dir=tmp_path, sensors=GpuSensors(types.SimpleNamespace()))
+    markers: list[int] = []
+    Watcher.started = 0
     monkeypatch.setattr(recorder_module, "_new_profiler", lambda: Profiler(made._marks))
+    monkeypatch.setattr(recorder_module, "_new_watcher", lambda: Watcher(markers))
     monkeypatch.setattr(GpuRecorder, "_follow_events", lambda self: None)
     fakes = {
         "Event": Event,
         "synchronize": lambda: None,
-        "_sleep": lambda cycles: None,
+        "_sleep": lambda cycles: markers.append(cycles) if Watcher.started else None,
         "current_stream": lambda: types.SimpleNamespace(cuda_stream=0),
         "memory_snapshot": lambda: [
             {
@@ -133,17 +161,27 @@ def test_iterations_are_warmed_up_timed_and_traced(recorder) -> None:
     recorded = [iterate(recorder, group) for _ in range(9)]
     assert recorder.has_program
     assert [EventKind.KERNEL in r.events["kind"] for r in recorded] == [False] * 7 + [True] * 2
+    assert recorder.schedule == Schedule(warm_up=2, timed=3, watched=2)
     last = recorded[-1]
     assert [EventKind(k).name for k in last.events["kind"]] == [
         "PHASE_BEGIN", "KERNEL", "COMM", "PHASE_END", "DEVICE_SYNC", "HOST",
     ]  # fmt: skip
-    assert last.events["value"][-1] == 7_000_000, "the pause between iterations, ns"
+    tail_ns = 50_000_000 - 40_000 - 1_100_000
+    assert last.events["value"][-1] == tail_ns, "from the end of the last kernel to the next iteration"
     assert iteration_hash(last.events) == iteration_hash(recorded[-2].events)
     assert [a.nbytes for a in last.initial] == [512]
     measured = recorder.measured(3)
-    assert measured.iteration_ms == (57.0,) * 5
+    assert measured.iteration_ms == (57.0,) * 3
     assert measured.between_ms == 7.0
-    assert [(op.signature.op, op.ns, op.count) for op in measured.ops] == [("aten::mm", 1e6, 2)]
+    assert [(op.signature.op, op.ns, op.count) for op in measured.ops] == [("aten::mm", 1.1e6, 2)], (
+        "as it was watched, not as it was traced"
+    )
+    assert measured.watched.iteration_ms == (50.0,), "the first does not count"
+    assert measured.watched.busy_ms == 1.1
+    assert (measured.watched.kernel_scale, measured.watched.gap_scale) == (1.0, 1.0), "the host is the bound"
+    ratio = measured.watched.host_scale
+    assert measured.ops[0].host_ns == pytest.approx(40_000 * ratio, abs=1)
+    assert measured.host_ms == pytest.approx(0.040 * ratio, abs=1e-5)
     assert measured.memory.used == 2 << 30
     assert recorder.stats().peak_allocated_bytes == 4096
     assert any("clocks, power and throttling were not seen" in line for line in recorder.remarks)
@@ -155,9 +193,31 @@ def test_what_runs_on_after_the_program_is_known_is_not_traced_or_timed(recorder
     for _ in range(9):
         iterate(recorder, group)
     before = recorder.measured(0)
+    assert Watcher.started == 1
     Event.clock_ms += 1000
     assert EventKind.KERNEL not in iterate(recorder, group).events["kind"]
     assert recorder.measured(0).iteration_ms == before.iteration_ms
+
+
+def test_where_cupti_alone_sees_nothing_kernels_take_what_was_traced(recorder, monkeypatch) -> None:
+    monkeypatch.setattr(recorder_module, "_new_watcher", lambda: Watcher([]))
+    group = recorder.group(GroupInfo(ranks=(0, 1), name="g"))
+    for _ in range(9):
+        recorded = iterate(recorder, group)
+    measured = recorder.measured(0)
+    assert measured.watched is None
+    assert recorded.events["value"][-1] == 7_000_000, "the pause between timed iterations, ns"
+    assert [(op.ns, op.host_ns) for op in measured.ops] == [(1e6, 0.0)]
+    assert any("show no kernels" in line for line in recorder.remarks)
+
+
+def test_long_iterations_are_watched_once(recorder, monkeypatch) -> None:
+    monkeypatch.setattr(recorder_module, "_WATCH_NS", -1)
+    group = recorder.group(GroupInfo(ranks=(0, 1), name="g"))
+    for _ in range(9):
+        iterate(recorder, group)
+    assert len(recorder.measured(0).watched.iteration_ms) == 1
+    assert not recorder.remarks[1:], "NVML's only"
 
 
 def test_a_profiler_that_sees_no_kernel_is_one_line(recorder, monkeypatch) -> None:

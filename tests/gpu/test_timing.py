@@ -7,18 +7,22 @@ import pytest
 from prism_plugins.gpu.timing import Schedule, host_ratio, make_schedule, scale_of, steady_ms
 
 
-@pytest.mark.parametrize(("iterations", "schedule"), [(16, (3, 11, 2)), (5, (1, 2, 2)), (1, (1, 1, 2))])
-def test_every_kind_of_iteration_has_its_share(iterations: int, schedule: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("iterations", "schedule"), [(16, (3, 7, 4, 2)), (6, (1, 2, 1, 2)), (5, (1, 1, 1, 2)), (1, (1, 1, 1, 2))]
+)
+def test_every_kind_of_iteration_has_its_share(iterations: int, schedule: tuple[int, int, int, int]) -> None:
     made = make_schedule(iterations)
-    assert (made.warm_up, made.timed, made.traced) == schedule
-    untraced = made.warm_up + made.timed
-    assert [made.is_traced(i) for i in range(untraced + 2)] == [False] * untraced + [True] * 2
+    assert (made.warm_up, made.timed, made.watched, made.traced) == schedule
+    alone = made.warm_up + made.timed
+    count = alone + made.watched + 2
+    assert [made.is_watched(i) for i in range(count)] == [False] * alone + [True] * made.watched + [False] * 2
+    assert [made.is_traced(i) for i in range(count)] == [False] * (count - 2) + [True] * 2
 
 
 def test_a_replay_traces_nothing() -> None:
     made = make_schedule(16, traced=0)
     assert made == Schedule(warm_up=3, timed=13, traced=0)
-    assert not any(made.is_traced(i) for i in range(16))
+    assert not any(made.is_traced(i) or made.is_watched(i) for i in range(16))
 
 
 def test_gpu_bound_iterations_are_scaled_to_the_timed_ones() -> None:
