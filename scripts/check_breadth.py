@@ -166,8 +166,9 @@ def run(job: Job, out: Path) -> Row:
         return Row(job.name, shown, False, f"this checkout has no {job.script.name}")
     with tempfile.TemporaryDirectory() as scratch:
         python = sys.executable
+        first = job.checkout
         if job.version:
-            python, problem = environment_with(f"megatron-core=={job.version}", Path(scratch) / "env")
+            python, first, problem = environment_with(f"megatron-core=={job.version}", Path(scratch) / "env")
             if problem:
                 return Row(job.name, shown, False, problem)
         data = make_data(job.data, Path(scratch) / "data") if job.data else []
@@ -182,8 +183,8 @@ def run(job: Job, out: Path) -> Row:
             ),
         ]
         environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        if job.checkout is not None:
-            environment |= python_path(job.checkout)
+        if first is not None:
+            environment |= python_path(first)
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode == 0 and (out / "prediction.json").exists():
         slices = json.loads((out / "prediction.json").read_text())["slices"]
@@ -200,8 +201,8 @@ def last_words(stderr: str) -> str:
     return re.sub(r"^prism: error: ", "", chosen)[:300]
 
 
-def environment_with(requirement: str, folder: Path) -> tuple[str, str]:
-    """A throw-away environment on top of this one with another package: its Python, and what went wrong."""
+def environment_with(requirement: str, folder: Path) -> tuple[str, Path, str]:
+    """A throw-away environment on top of this one with another package: its Python, where its packages are, and what went wrong."""
     venv.create(folder, with_pip=False)
     python = str(folder / "bin" / "python")
     version = sysconfig.get_python_version()
@@ -213,7 +214,7 @@ def environment_with(requirement: str, folder: Path) -> tuple[str, str]:
     if subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode:
         found = shutil.which("pip")
         if found is None:
-            return python, "there is no pip to install it with"
+            return python, own, "there is no pip to install it with"
         pip = [found]
     done = subprocess.run(
         [*pip, "--python", python, "install", "--quiet", "--no-deps", "--only-binary=:all:", requirement],
@@ -222,7 +223,7 @@ def environment_with(requirement: str, folder: Path) -> tuple[str, str]:
         check=False,
     )
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-    return python, f"pip: {errors[-1][:200]}" if done.returncode and errors else ""
+    return python, own, f"pip: {(errors or ['failed'])[-1][:200]}" if done.returncode else ""
 
 
 def main() -> int:
