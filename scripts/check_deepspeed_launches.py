@@ -40,7 +40,7 @@ TRAINER_SIZE = {
     "7b": "--num_layers 32 --hidden_size 4096 --intermediate_size 11008 --num_heads 32 --seq_length 2048",
 }
 LAUNCHERS = {
-    "torchrun": ("torchrun", "--nproc-per-node", "1"),
+    "torchrun": ("torchrun", "--standalone", "--nproc-per-node", "1"),
     "deepspeed": ("deepspeed", "--num_gpus", "1"),
     "python": ("python",),
     "accelerate": ("accelerate", "launch", "--num_processes", "1", "--use_deepspeed"),

@@ -36,11 +36,16 @@ from prism_plugins.rundir import RunDir
 SCRIPTS = Path(__file__).resolve().parent
 WORLD = 64
 """Of DeepSpeed's layouts."""
-KNOWN: dict[tuple[str, str], str] = {}
+KNOWN: dict[tuple[str, str], str] = {
+    (
+        "z2",
+        "overlap",
+    ): "all gradients of the tiny model fit into one bucket, so overlap_comm has nothing to overlap with",
+}
 """(layout, kind of finding) → why it is right."""
 
 
-def launch(name: str, *, megatron: Path | None, out: Path) -> Path:
+def launch(name: str, *, megatron: Path | None, out: Path, launcher: str | None, prism_args: str) -> Path:
     """Launch a layout unless its run is there; returns the run directory."""
     if name in check_megatron_launches.CASES:
         run = out / name
@@ -48,10 +53,12 @@ def launch(name: str, *, megatron: Path | None, out: Path) -> Path:
     else:
         run = out / f"{name}-{WORLD}" / "run"
         command = ["check_deepspeed_launches.py", "--only", name, "--worlds", str(WORLD)]
+        if launcher is not None:
+            command += ["--launcher", launcher]
     if not (run / "prediction.json").exists():
         env = dict(os.environ, OMP_NUM_THREADS="1")
         subprocess.run(
-            [sys.executable, str(SCRIPTS / command[0]), *command[1:], "--audit", "0", "--keep", str(out)],
+            [sys.executable, str(SCRIPTS / command[0]), *command[1:], "--audit", "0", "--keep", str(out), f"--prism-args={prism_args}"],
             env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         )  # fmt: skip
     return run
@@ -93,6 +100,12 @@ def main() -> int:
     parser.add_argument("--skip", default="", help="comma-separated: layouts to leave out")
     parser.add_argument("--parallel", type=int, default=1, help="launches at a time")
     parser.add_argument(
+        "--launcher",
+        choices=check_deepspeed_launches.LAUNCHERS,
+        help="for DeepSpeed's, instead of each in turn",
+    )
+    parser.add_argument("--prism-args", default="", help="for every launch, e.g. '--prism-jobs 2'")
+    parser.add_argument(
         "--runs", nargs="+", type=Path, help="finished runs instead; those that are none are left out"
     )
     args = parser.parse_args()
@@ -109,7 +122,13 @@ def main() -> int:
             parser.error("--megatron or MEGATRON_LM is needed")
         args.out.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(args.parallel) as pool:
-            runs = pool.map(lambda name: launch(name, megatron=args.megatron, out=args.out.resolve()), names)
+            runs = pool.map(
+                lambda name: launch(
+                    name, megatron=args.megatron, out=args.out.resolve(), launcher=args.launcher,
+                    prism_args=args.prism_args,
+                ),
+                names,
+            )  # fmt: skip
             found = {
                 name: check(name, run, failed_counts=True) for name, run in zip(names, runs, strict=True)
             }

@@ -37,22 +37,36 @@ from prism_plugins.program.parse_loops import parse_joined
 from prism_plugins.program.shard_loops import Item, Lists, Row, Tables, issue
 from prism_plugins.program.slices import FlatPartitions, PartitionFragment
 
-Form = tuple[tuple[int, int, int], ...]
-"""By group: fragments (0, 1 or 2 for more), elements of padding, fragments counted in the norm (likewise)."""
+Form = tuple[tuple[int, int, int, tuple[tuple[int, ...], ...]], ...]
+"""By group: fragments (0, 1 or 2 for more), elements of padding, fragments counted in the norm (likewise), shapes of the
+parameters without a gradient it owns something of."""
 Span = tuple[Phase, int, int]
 """A phase, where it begins and where it ends."""
 _LONGEST_TURN = 40
 """Events per fragment; DeepSpeed 0.19 checks a gradient for overflow in 36."""
 
 
-def form_of(partitions: FlatPartitions, kind: int) -> Form:
-    """What the programs of two kinds must have in common to be derived from each other."""
+def without_gradient(partitions: FlatPartitions, buckets: Sequence[Sequence[int]]) -> frozenset[int]:
+    """Parameters that are in no bucket of reduced gradients: zeros are filled in where a rank owns something of them
+    (``DeepSpeedZeroOptimizer.get_all_grad_tensors``)."""
+    reduced = {parameter for bucket in buckets for parameter in bucket}
+    return frozenset(range(len(partitions.shapes))) - reduced if reduced else frozenset()
+
+
+def form_of(partitions: FlatPartitions, kind: int, gradless: frozenset[int] = frozenset()) -> Form:
+    """What the programs of two kinds must have in common to be derived from each other; ``gradless`` are the parameters of
+    :func:`without_gradient`."""
     lists = _lists(partitions, kind)
     form = []
     for group, size in enumerate(partitions.sizes):
         fragments = lists["fragments", group]
         padding = size - sum(fragments)
-        form.append((min(len(fragments), 2), padding, min(len(lists["counted", group]), 2)))
+        zeros = tuple(
+            partitions.shapes[f.parameter]
+            for f in _of_group(partitions, kind, group)
+            if f.parameter in gradless
+        )
+        form.append((min(len(fragments), 2), padding, min(len(lists["counted", group]), 2), zeros))
     return tuple(form)
 
 
@@ -206,7 +220,8 @@ class PartitionedProgram:
     ) -> None:
         self.program = program
         self._partitions = partitions
-        self._form = form_of(partitions, kind)
+        self._gradless = without_gradient(partitions, buckets)
+        self._form = form_of(partitions, kind, self._gradless)
         self._tables = Tables(program.signatures)
         self._rows: list[Row] = program.events.tolist()
         self._back: _Copy | None = None
@@ -246,7 +261,7 @@ class PartitionedProgram:
 
     def _issue(self, kind: int, tables: Tables) -> list[list[Row]]:
         """The events of each stretch."""
-        if form_of(self._partitions, kind) != self._form:
+        if form_of(self._partitions, kind, self._gradless) != self._form:
             raise CannotDeriveError("no slice of a rank with as many fragments")
         lists, owned = _lists(self._partitions, kind), _owned_lists(self._partitions, kind)
         issued: list[list[Row]] = []

@@ -343,7 +343,8 @@ class _Inference:
         """Programs by kind of rank: of the sliced kinds, for others derived ones where that can be done, else those of
         the most similar sliced kind; variants, who has which, and the ranks that are approximated."""
         facts = self._reports[source].facts
-        index = KindIndex(self._layout, facts) if facts is not None else None
+        buckets = self._reports[source].gradient_buckets
+        index = KindIndex(self._layout, facts, buckets) if facts is not None else None
         if not index:
             return {}, {}, frozenset()
         sources = {index.kind(source): source}

@@ -9,9 +9,16 @@ partitions, a few kinds are sliced and the most similar one stands for others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from prism_plugins.program.flat_partitions import Form, form_of, richness, shows, work_of
+from prism_plugins.program.flat_partitions import (
+    Form,
+    form_of,
+    richness,
+    shows,
+    without_gradient,
+    work_of,
+)
 from prism_plugins.program.shards import sharding_position
 from prism_plugins.program.slices import JobFacts
 from prism_plugins.world.classes import Role, plan_roles, ranks_of_role
@@ -24,13 +31,22 @@ MAX_SLICED = 6
 
 
 class KindIndex:
-    """The kinds of one stage's ranks. False where all ranks are alike."""
+    """The kinds of one stage's ranks. False where all ranks are alike.
 
-    def __init__(self, layout: Layout, facts: JobFacts) -> None:
+    Args:
+        layout: The job's.
+        facts: Of a slice of the stage.
+        buckets: Parameters whose gradients that slice reduced together; none before it ran.
+    """
+
+    def __init__(self, layout: Layout, facts: JobFacts, buckets: Sequence[Sequence[int]] = ()) -> None:
         self._layout = layout
         self._kinds = facts.shard_kinds
         self._kind_of = facts.kind_of
         self.partitions = facts.partitions
+        self._gradless = (
+            without_gradient(facts.partitions, buckets) if facts.partitions is not None else frozenset()
+        )
         self._forms: dict[int, Form] = {}
 
     def __bool__(self) -> bool:
@@ -45,7 +61,7 @@ class KindIndex:
         if self.partitions is None:
             return None
         if kind not in self._forms:
-            self._forms[kind] = form_of(self.partitions, kind)
+            self._forms[kind] = form_of(self.partitions, kind, self._gradless)
         return self._forms[kind]
 
     def work(self, kind: int) -> tuple:
@@ -81,7 +97,7 @@ class KindIndex:
         """Of kinds of one form the one to derive the others from."""
         partitions = self.partitions
         richest = max(first, key=lambda kind: (richness(partitions, kind), -first[kind]))
-        if max(fragments for fragments, _, _ in self.form(richest)) > 1:
+        if max(fragments for fragments, *_ in self.form(richest)) > 1:
             return richest
         # All show the same loops of one turn.
         enough = shows(partitions, richest)

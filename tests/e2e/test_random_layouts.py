@@ -16,19 +16,13 @@ SEED = 1
 IN_CI = [("megatron", 3), ("megatron", 18), ("deepspeed", 1)]
 """Of four ranks each: few slices."""
 SLOW = [(framework, number) for number in range(12) for framework in check_random_layouts.FRAMEWORKS]
-DIFFERENT = {("deepspeed", 9): "zeros for a parameter without a gradient are taken to be the sliced rank's"}
-
-
-def slow(job: tuple[str, int]):
-    """The job as a slow case; one that is known to differ has to differ."""
-    marks = [pytest.mark.slow]
-    if job in DIFFERENT:
-        marks.append(pytest.mark.xfail(reason=DIFFERENT[job], strict=True))
-    return pytest.param(*job, marks=marks)
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("framework", "number"), [*IN_CI, *(slow(job) for job in SLOW if job not in IN_CI)])
+@pytest.mark.parametrize(
+    ("framework", "number"),
+    [*IN_CI, *(pytest.param(*job, marks=pytest.mark.slow) for job in SLOW if job not in IN_CI)],
+)
 def test_every_rank_does_what_was_inferred_for_it(tmp_path: Path, framework: str, number: int) -> None:
     job = check_random_layouts.draw(framework, SEED, number)
     megatron = MEGATRON_LM if (MEGATRON_LM / "pretrain_gpt.py").exists() else None

@@ -36,7 +36,7 @@ class PartitionedJob:
     """What the slices of all ranks of a job with ``dp`` data-parallel ranks would give.
 
     ``groups``: shapes of the parameters of each parameter group; ``buckets``: parameters reduced together, for each
-    micro-batch; ``uncounted``: parameters left out of the norm.
+    micro-batch (what is in none has no gradient); ``uncounted``: parameters left out of the norm.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class PartitionedJob:
     def _program(self, rank: int) -> Program:
         w = Writer(1000 * (rank + 1))
         comms: list[CommSignature] = []
+        filled: list[int] = []
         phases = [Phase(kind="backward", microbatch=m) for m in range(self.micro_batches)]
         for m in range(self.micro_batches):
             w.rows.append((EventKind.PHASE_BEGIN, 0, 0, m, 0))
@@ -103,16 +104,24 @@ class PartitionedJob:
                     n = math.prod(self.shapes[parameter])
                     w.op("copy_", [(n,), (n,)], [(n,)], BF16)
                 buffer = self._reduce(w, comms, bucket, rank, buffer)
+            zeros = [f for f in self.owned[rank] if not any(f.parameter in bucket for bucket in self.buckets)]
+            for f in zeros:
+                filled.append(w.alloc(2 * math.prod(self.shapes[f.parameter])))
+                w.op("zero_", [self.shapes[f.parameter]], [self.shapes[f.parameter]], BF16)
             if m:  # gradients accumulate, each in its own shape
                 for f in self.owned[rank]:
                     w.op("add_.Tensor", [self.shapes[f.parameter]] * 2, [self.shapes[f.parameter]], BF16)
-                w.free(buffer)
+                if buffer is not None:
+                    w.free(buffer)
             else:
                 kept = buffer
             w.rows.append((EventKind.PHASE_END, 0, 0, m, 0))
         w.rows.append((EventKind.PHASE_BEGIN, 0, 0, len(phases), 0))
         self._step(w, rank)
-        w.free(kept)
+        if kept is not None:
+            w.free(kept)
+        for zeros in filled:
+            w.free(zeros)
         w.rows.append((EventKind.PHASE_END, 0, 0, len(phases), 0))
         return Program(
             rank=rank,

@@ -50,6 +50,19 @@ def test_every_rank_is_exact(dp, buckets, micro_batches):
         assert compare_programs(program_of(inferred, rank), real) is None, rank
 
 
+@pytest.mark.parametrize("dp", [2, 4, 12])
+@pytest.mark.parametrize("gradless", [(1,), (0,), (6, 7)])
+def test_zeros_of_parameters_without_a_gradient_are_their_owners(dp, gradless):
+    """Slices of their owners are asked for once it is known which parameters no reduction has."""
+    bucket = [number for number in ONE_BUCKET[0] if number not in gradless]
+    job = PartitionedJob([GROUP], [bucket], dp=dp)
+    inferred, _ = infer(job)
+    (cls,) = inferred.classes
+    assert not cls.approximated
+    for rank, real in job.programs.items():
+        assert compare_programs(program_of(inferred, rank), real) is None, rank
+
+
 def test_ranks_are_alike_up_to_the_first_copy():
     """However their processes numbered ops and allocations: the simulation runs that part once."""
     job = PartitionedJob([GROUP], BACKWARD, dp=12)
