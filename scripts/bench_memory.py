@@ -59,7 +59,10 @@ NOT_OF_THE_MODEL = (
     "--train-samples", "--train-iters", "--tokenizer", "--logging-level", "--check-weight-hash", "--manual-gc", "--enable-experimental",
     "--verify-integrity", "--async-strategy", "--async-ckpt",
 )  # fmt: skip
-ADDED = ("--lr", "1e-4", "--eval-interval", "1000", "--eval-iters", "1", "--split", "99,1,0")
+ADDED = (
+    "--lr", "1e-4", "--eval-interval", "1000", "--eval-iters", "1", "--split", "99,1,0", "--log-params-norm", "--log-num-zeros-in-grad",
+)  # fmt: skip
+"""What every recorded test has and the data leaves out. Both norms and zeros are computed on the device."""
 WORD_PIECES = {"bert": ("BertWordPieceLowerCase", 30522), "t5": ("BertWordPieceCase", 28996)}
 """Tokenizer and size of its vocabulary (bert-large-uncased, the default of pretrain_bert.py; bert-large-cased, which the test
 names)."""
