@@ -60,8 +60,8 @@ def main() -> None:
     parser.add_argument("--megatron", type=Path, required=True, help="checkout of Megatron-LM (core_r0.16.0)")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="one-small,tp2,pp2,dp2", help="comma-separated job names")
-    parser.add_argument("--iterations", type=int, default=14, help="of slices and replays")
-    parser.add_argument("--real-iterations", type=int, default=12)
+    parser.add_argument("--iterations", type=int, default=20, help="of slices and replays")
+    parser.add_argument("--real-iterations", type=int, default=16)
     parser.add_argument("--physical", type=int, default=1, help="GPUs that share the slices")
     parser.add_argument("--cluster", default="h200x2", help="describes the machine of the truth")
     parser.add_argument("--timeout-s", type=float, default=300)
@@ -234,7 +234,7 @@ def log_ms(path: Path) -> float | None:
 def table_of(results: list[dict[str, Any]]) -> str:
     """Real, simulated and replayed side by side; memory in bytes of difference."""
     rows = [
-        f"{'job':20} {'real ms':>9} {'simulated':>10} {'':>8} {'replay log':>10} {'':>8} {'host ms':>8} {'GPU busy':>8}  "
+        f"{'job':20} {'real ms':>9} {'slice':>9} {'':>8} {'simulated':>10} {'':>8} {'replay log':>10} {'':>8} {'host ms':>8} {'GPU busy':>8}  "
         "peak allocated, slice - real (bytes)   in use   truth"
     ]
     for r in results:
@@ -252,9 +252,10 @@ def table_of(results: list[dict[str, Any]]) -> str:
             if int(rank) < len(peaks)
         )
         used = _error(next(iter(r["used_bytes"].values()), None), next(iter(truth.get("used", [])), None))
+        timed = statistics.median(next(iter(slices.values()))["iteration_ms"])
         busiest = max(slices.values(), key=lambda s: s["busy_ms"])
         rows.append(
-            f"{r['name']:20} {real or 0:9.1f} {r['simulated_ms']:10.1f} {_error(r['simulated_ms'], real):>8} "
+            f"{r['name']:20} {real or 0:9.1f} {timed:9.1f} {_error(timed, real):>8} {r['simulated_ms']:10.1f} {_error(r['simulated_ms'], real):>8} "
             f"{replay or 0:10.1f} {_error(replay, real):>8} {max(s['host_ms'] for s in slices.values()):8.1f} "
             f"{busiest['busy_ms']:8.1f}  {memory:38} {used:>8} {truth.get('source', 'none')}"
         )

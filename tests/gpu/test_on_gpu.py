@@ -140,6 +140,9 @@ def test_the_recorder_measures_what_events_measure(tmp_path: Path) -> None:
     alone = elapsed_us(lambda: [torch.mm(x, x, out=y) for _ in range(20)]) / 20
     assert op.ns / 1e3 == pytest.approx(alone, rel=0.1)
     assert len(measured.iteration_ms) == recorder.schedule.timed
+    assert measured.watched is not None, recorder.remarks
+    assert 0 < measured.watched.busy_ms < statistics.median(measured.watched.iteration_ms)
+    assert 1e3 < op.host_ns < 1e6, "CUPTI alone tells when the host launched"
     assert not list(tmp_path.iterdir()), "traces are removed"
 
 
@@ -208,6 +211,8 @@ def test_a_job_is_sliced_simulated_and_replayed(tmp_path: Path) -> None:
     assert "elapsed time per iteration" in (tmp_path / "run" / replay["log"]).read_text()
     report = json.loads((tmp_path / "run" / "slices" / "0" / "report.json").read_text())
     assert report["steady"]
+    measured = json.loads((tmp_path / "run" / "slices" / "0" / "measured.json").read_text())
+    assert measured["watched"]["iteration_ms"]
     assert report["peak_allocated_bytes"] == replay["peak_allocated_bytes"], "both are the real allocator's"
     told = [finding["message"] for finding in prediction["findings"] if finding["kind"] == "shared_gpu"]
     pids = {int(pid) for text in told for pid in re.findall(r"pid (\d+)", text)}
