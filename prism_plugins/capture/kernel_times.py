@@ -29,6 +29,9 @@ _PAUSE_NS = 20_000
 """What the host takes beyond this before a launch, more than before others of its kind, is a pause of the script."""
 _FEW_IDLE = 0.05
 """Up to this share of idle time an iteration is bound by the GPU."""
+_HOST_BOUND = 0.9
+"""From this share of an iteration on that the host needs to issue it, the host is the bound."""
+_MOST_HOST = 1.5
 _MOST = 0.08
 """A correction of kernel times beyond this is no correction."""
 
@@ -42,6 +45,14 @@ class KernelTime(NamedTuple):
     host: float
     """Of the host since the launch before, without waiting; a pause is apart."""
     pause: float
+
+
+class Fit(NamedTuple):
+    """What times were multiplied by."""
+
+    kernels: float
+    gaps: float
+    host: float
 
 
 class KernelTimes(NamedTuple):
@@ -65,22 +76,26 @@ class KernelTimes(NamedTuple):
         span = statistics.fmean(self.span_ns)
         return max(0.0, 1 - (self.busy_ns + self.gap_ns) / span) if span else 1.0
 
-    def fitted(self, timed_ns: float, *, host_ratio: float) -> tuple[KernelTimes, float, float]:
-        """As in iterations that nobody watches, which take ``timed_ns``: the times, and by what kernels and gaps were
-        multiplied. ``host_ratio``: what remains of host time without CUPTI.
+    def fitted(self, timed_ns: float, *, host_ratio: float) -> tuple[KernelTimes, Fit]:
+        """As in iterations that nobody watches, which take ``timed_ns``. ``host_ratio``: what remains of host time
+        without CUPTI, by the phases.
 
-        Nothing is multiplied where the host keeps the GPU waiting: the difference is the host's then. CUPTI makes gaps
-        longer, not kernels; what a longer unwatched iteration has more is the kernels'.
+        Where the GPU is the bound, what an iteration is longer is the kernels', and what it is shorter the gaps', which
+        CUPTI makes longer. Where the host is the bound, both are the host's. In between only ``host_ratio`` is applied.
         """
         span = statistics.median(self.span_ns)
+        surplus = timed_ns - span
         kernels = gaps = 1.0
-        if self.idle <= _FEW_IDLE and min(span, timed_ns) > 0:
-            surplus = timed_ns - span
+        if min(span, timed_ns) <= 0:
+            pass
+        elif self.idle <= _FEW_IDLE:
             if surplus > 0:
                 kernels = 1 + surplus / max(self.busy_ns, 1.0)
                 kernels = kernels if kernels <= 1 + _MOST else 1.0
             elif self.gap_ns:
                 gaps = max(0.0, 1 + surplus / self.gap_ns)
+        elif self.host_ns >= _HOST_BOUND * span:
+            host_ratio = min(_MOST_HOST, max(1 / _MOST_HOST, 1 + surplus / self.host_ns))
         of = {
             key: [
                 KernelTime(t.duration * kernels, t.gap * gaps, t.host * host_ratio, t.pause * host_ratio)
@@ -88,7 +103,7 @@ class KernelTimes(NamedTuple):
             ]
             for key, times in self.of.items()
         }
-        return self._replace(of=of, host_ns=self.host_ns * host_ratio), kernels, gaps
+        return self._replace(of=of, host_ns=self.host_ns * host_ratio), Fit(kernels, gaps, host_ratio)
 
 
 def kernel_times(trace: Trace, *, marker: str = MARKER) -> KernelTimes | None:

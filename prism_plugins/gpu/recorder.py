@@ -215,16 +215,16 @@ class GpuRecorder(CallRecorder):
             )
             return
         ratio = host_ratio(self._host_ns["plain"], self._host_ns["watched"])
-        self._times, kernels, gaps = times.fitted(steady_ms(self._timed_ms()) * 1e6, host_ratio=ratio)
+        self._times, fit = times.fitted(steady_ms(self._timed_ms()) * 1e6, host_ratio=ratio)
         self._watched = Watched(
             iteration_ms=tuple(ns / 1e6 for ns in times.span_ns),
             busy_ms=times.busy_ns / 1e6,
             gap_ms=times.gap_ns / 1e6,
             host_ms=times.host_ns / 1e6,
             tail_ms=times.tail_ns / 1e6,
-            kernel_scale=kernels,
-            gap_scale=gaps,
-            host_scale=ratio,
+            kernel_scale=fit.kernels,
+            gap_scale=fit.gaps,
+            host_scale=fit.host,
         )
 
     def _timed_ms(self) -> tuple[float, ...]:

@@ -70,7 +70,7 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
     gap_scale: float = 1.0
     """The same for gaps, which CUPTI makes longer."""
     host_scale: float = 1.0
-    """The same for host times, by the phases of the timed iterations."""
+    """The same for host times: by whole iterations where the host is the bound, else by phases."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

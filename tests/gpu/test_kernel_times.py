@@ -124,24 +124,30 @@ def test_without_a_whole_iteration_nothing_is_known() -> None:
     assert watched.times() is None
 
 
-def made(*, span: float = 100.0, busy: float = 96.0, gap: float = 3.0) -> KernelTimes:
-    return KernelTimes({("a", 7): [KernelTime(busy, gap, 10.0, 4.0)]}, (span,), busy, gap, 14.0, 1.0)
+def made(*, span: float = 100.0, busy: float = 96.0, gap: float = 3.0, host: float = 14.0) -> KernelTimes:
+    return KernelTimes({("a", 7): [KernelTime(busy, gap, 10.0, 4.0)]}, (span,), busy, gap, host, 1.0)
 
 
 def test_where_the_gpu_is_the_bound_times_agree_with_unwatched_iterations() -> None:
-    longer, kernels, gaps = made().fitted(102.0, host_ratio=0.5)
-    assert (kernels, gaps) == (pytest.approx(1 + 2 / 96), 1.0)
+    longer, fit = made().fitted(102.0, host_ratio=0.5)
+    assert fit == (pytest.approx(1 + 2 / 96), 1.0, 0.5)
     assert longer.of["a", 7][0] == KernelTime(pytest.approx(98.0), 3.0, 5.0, 2.0)
-    shorter, kernels, gaps = made().fitted(98.5, host_ratio=1.0)
-    assert (kernels, gaps) == (1.0, 0.5)
+    shorter, fit = made().fitted(98.5, host_ratio=1.0)
+    assert (fit.kernels, fit.gaps) == (1.0, 0.5)
     assert shorter.of["a", 7][0].gap == 1.5
-    assert made().fitted(60.0, host_ratio=1.0)[2] == 0.0
-    assert made().fitted(120.0, host_ratio=1.0)[1] == 1.0, "that is no correction"
+    assert made().fitted(60.0, host_ratio=1.0)[1].gaps == 0.0
+    assert made().fitted(120.0, host_ratio=1.0)[1].kernels == 1.0, "that is no correction"
 
 
-def test_where_the_host_is_the_bound_kernels_stay() -> None:
-    _, kernels, gaps = made(busy=50.0).fitted(120.0, host_ratio=0.8)
-    assert (kernels, gaps) == (1.0, 1.0)
+def test_where_the_host_is_the_bound_the_difference_is_its_own() -> None:
+    times, fit = made(busy=50.0, host=95.0).fitted(81.0, host_ratio=0.5)
+    assert fit == (1.0, 1.0, pytest.approx(0.8))
+    assert times.host_ns == pytest.approx(76.0)
+    assert made(busy=50.0, host=95.0).fitted(300.0, host_ratio=0.5)[1].host == 1.5, "no more than that"
+
+
+def test_where_both_wait_for_each_other_phases_tell() -> None:
+    assert made(busy=50.0, host=70.0).fitted(80.0, host_ratio=0.8)[1] == (1.0, 1.0, 0.8)
 
 
 def test_a_simulation_takes_what_the_iteration_took() -> None:

@@ -8,7 +8,9 @@ import re
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -164,13 +166,20 @@ def test_a_replay_takes_the_time_of_its_plan(tmp_path: Path) -> None:
     assert statistics.median(result.iteration_ms[4:]) == pytest.approx(30.0, rel=0.01), "waits for the others"
 
 
+class Launched(NamedTuple):
+    """A launch that ended, and where it ran."""
+
+    folder: Path
+    process: subprocess.CompletedProcess
+
+
 def launch(
     tmp_path: Path,
     *flags: str,
     script: Path = SCRIPT,
     extra_path: Path | None = None,
     name: str = "run",
-    timeout: float = 150,
+    timeout: float = 200,
 ) -> subprocess.CompletedProcess:
     command = [
         sys.executable, "-m", "prism_plugins.run", str(script), *SMALL.split(), "--prism-emulate", "--prism-device", "cuda",
@@ -200,7 +209,7 @@ def prediction_of(tmp_path: Path, name: str = "run") -> dict:
 
 def test_a_job_is_sliced_simulated_and_replayed(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    done = launch(tmp_path, "--prism-world-size", "2", "--prism-iterations", "9")
+    done = launch(tmp_path, "--prism-world-size", "2", "--prism-iterations", "8")
     assert done.returncode == 0, done.stderr[-3000:]
     prediction = prediction_of(tmp_path)
     assert prediction["device"] == "cuda"
@@ -219,11 +228,88 @@ def test_a_job_is_sliced_simulated_and_replayed(tmp_path: Path) -> None:
     assert pids <= {os.getpid()}, "a slice does not take itself for a neighbour"
 
 
-def test_a_cap_that_is_too_small_is_one_line(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Launched]:
+    """Launches that need no GPU of their own, side by side."""
     pytest.importorskip("megatron.core")
-    done = launch(tmp_path, "--prism-world-size", "1", "--prism-gpu-memory", "2GiB")
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("cap", "killed", "bare", "no_profiler")}
+    hidden = folders["bare"] / "hidden"
+    hidden.mkdir()
+    (hidden / "pynvml.py").write_text("raise ImportError('hidden by a test')\n")
+    killed = script_that_first(
+        folders["killed"],
+        "import os, signal\n"
+        "from torch.optim.optimizer import register_optimizer_step_post_hook as hook\n"
+        "steps = []\n"
+        "def count(*_):\n"
+        "    steps.append(0)\n"
+        "    if os.environ['RANK'] == '1' and len(steps) == 3:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "hook(count)",
+    )
+    without_nccl = script_that_first(
+        folders["bare"],
+        "import torch.distributed.distributed_c10d as c10d\n"
+        "class Broken(c10d.ProcessGroupNCCL):\n"
+        "    def __init__(self, *_, **__):\n"
+        "        raise RuntimeError('libnccl.so.2: cannot open shared object file')\n"
+        "c10d.ProcessGroupNCCL = Broken",
+    )
+    without_profiler = script_that_first(
+        folders["no_profiler"],
+        "import torch\n"
+        "def start(self):\n"
+        "    raise RuntimeError('CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED')\n"
+        "torch.profiler.profile.start = start",
+    )
+    short = ("--prism-iterations", "6", "--prism-replay", "none")
+    pipeline = ("--pipeline-model-parallel-size", "2", "--prism-world-size", "2")
+    wanted: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+        "cap": (("--prism-world-size", "1", "--prism-gpu-memory", "2GiB"), {}),
+        "killed": ((*pipeline, *short), {"script": killed}),
+        "bare": (("--prism-world-size", "2", *short), {"script": without_nccl, "extra_path": hidden}),
+        "no_profiler": (("--prism-world-size", "1"), {"script": without_profiler}),
+    }
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        running = {
+            name: pool.submit(launch, folders[name], *flags, **given)
+            for name, (flags, given) in wanted.items()
+        }
+        return {name: Launched(folders[name], done.result()) for name, done in running.items()}
+
+
+def test_a_cap_that_is_too_small_is_one_line(faults: dict[str, Launched]) -> None:
+    done = faults["cap"].process
     assert done.returncode == 2
     assert "does not fit the cap of 2.0 GiB" in error_line(done)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_slice_that_is_killed_leaves_the_earlier_ones(faults: dict[str, Launched]) -> None:
+    folder, done = faults["killed"]
+    assert done.returncode == 1
+    line = error_line(done)
+    assert "rank 1" in line
+    assert "SIGKILL" in line
+    assert "Traceback" not in done.stderr
+    kept = folder / "run" / "slices" / "0"
+    assert json.loads((kept / "report.json").read_text())["status"] == "ok"
+    assert json.loads((kept / "measured.json").read_text())["iteration_ms"]
+
+
+def test_without_nvml_and_nccl_the_rest_is_measured(faults: dict[str, Launched]) -> None:
+    """``pynvml`` cannot be imported, and no communicator of NCCL can be made."""
+    folder, done = faults["bare"]
+    assert done.returncode == 0, done.stderr[-3000:]
+    prediction = prediction_of(folder)
+    assert prediction["iteration_time_ms"] > 1
+    assert any("NVML is not available" in text for text in map(str, prediction["assumptions"]))
+
+
+def test_without_a_profiler_there_is_one_line(faults: dict[str, Launched]) -> None:
+    done = faults["no_profiler"].process
+    assert done.returncode == 2
+    assert "MULTIPLE_SUBSCRIBERS" in error_line(done)
     assert "Traceback" not in done.stderr
 
 
@@ -239,31 +325,6 @@ def test_a_gpu_that_is_too_small_is_one_line(tmp_path: Path) -> None:
     assert "does not fit the GPU" in line
     assert "live GiB" in line
     assert "Traceback" not in done.stderr
-
-
-def test_a_slice_that_is_killed_leaves_the_earlier_ones(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
-    script = script_that_first(
-        tmp_path,
-        "import os, signal\n"
-        "from torch.optim.optimizer import register_optimizer_step_post_hook as hook\n"
-        "steps = []\n"
-        "def count(*_):\n"
-        "    steps.append(0)\n"
-        "    if os.environ['RANK'] == '1' and len(steps) == 3:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "hook(count)",
-    )
-    pipeline = ("--pipeline-model-parallel-size", "2", "--prism-world-size", "2", "--prism-iterations", "9")
-    done = launch(tmp_path, *pipeline, script=script)
-    assert done.returncode == 1
-    line = error_line(done)
-    assert "rank 1" in line
-    assert "SIGKILL" in line
-    assert "Traceback" not in done.stderr
-    kept = tmp_path / "run" / "slices" / "0"
-    assert json.loads((kept / "report.json").read_text())["status"] == "ok"
-    assert json.loads((kept / "measured.json").read_text())["iteration_ms"]
 
 
 def test_a_neighbour_on_the_gpu_is_told(tmp_path: Path) -> None:
@@ -283,43 +344,6 @@ def test_a_neighbour_on_the_gpu_is_told(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     (finding,) = [f for f in prediction_of(tmp_path)["findings"] if f["kind"] == "shared_gpu"]
     assert f"pid {neighbour.pid} (1." in finding["message"]
-
-
-def test_without_nvml_and_nccl_the_rest_is_measured(tmp_path: Path) -> None:
-    """``pynvml`` cannot be imported, and no communicator of NCCL can be made."""
-    pytest.importorskip("megatron.core")
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    (hidden / "pynvml.py").write_text("raise ImportError('hidden by a test')\n")
-    script = script_that_first(
-        tmp_path,
-        "import torch.distributed.distributed_c10d as c10d\n"
-        "class Broken(c10d.ProcessGroupNCCL):\n"
-        "    def __init__(self, *_, **__):\n"
-        "        raise RuntimeError('libnccl.so.2: cannot open shared object file')\n"
-        "c10d.ProcessGroupNCCL = Broken",
-    )
-    flags = ("--prism-world-size", "2", "--prism-iterations", "6", "--prism-replay", "none")
-    done = launch(tmp_path, *flags, script=script, extra_path=hidden)
-    assert done.returncode == 0, done.stderr[-3000:]
-    prediction = prediction_of(tmp_path)
-    assert prediction["iteration_time_ms"] > 1
-    assert any("NVML is not available" in text for text in map(str, prediction["assumptions"]))
-
-
-def test_without_a_profiler_there_is_one_line(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
-    script = script_that_first(
-        tmp_path,
-        "import torch\n"
-        "def start(self):\n"
-        "    raise RuntimeError('CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED')\n"
-        "torch.profiler.profile.start = start",
-    )
-    done = launch(tmp_path, "--prism-world-size", "1", script=script)
-    assert done.returncode == 2
-    assert "MULTIPLE_SUBSCRIBERS" in error_line(done)
-    assert "Traceback" not in done.stderr
 
 
 def test_with_nvml_clocks_power_and_memory_are_read() -> None:
