@@ -32,7 +32,8 @@ from bench_published import CLUSTERS, DATA, list_of, megatron_args, why_not
 
 from prism_plugins.errors import PrismError, SliceFailed
 from prism_plugins.integration.knobs import pairs, without
-from prism_plugins.integrations.megatron.tune import LAYOUT_SWITCHES, LAYOUT_VALUES, MegatronTuner
+from prism_plugins.integrations.megatron.tune import MegatronTuner
+from prism_plugins.integrations.megatron.tune_knobs import LAYOUT_SWITCHES, LAYOUT_VALUES
 from prism_plugins.options import parse_command
 from prism_plugins.tune.progress import TuneProgress
 from prism_plugins.tune.search import Search
@@ -67,7 +68,7 @@ class Run(NamedTuple):
     @property
     def launch(self) -> tuple:
         """Runs with the same one are composed by the same search."""
-        return (self.world, self.cluster, self.implementation, self.rest)
+        return (self.world, self.cluster, self.implementation, self.rest, dict(self.knobs)["stages"])
 
     @property
     def job(self) -> tuple:
@@ -94,21 +95,14 @@ def published() -> Iterator[Run]:
 
 
 def measured_on_h200() -> Iterator[Run]:
-    """The jobs run on two H200s whose layouts a search can name."""
+    """The jobs run on one and two H200s."""
     for name in _H200:
         data = json.loads((DATA.parent / name).read_text())
         for job in data["jobs"]:
             args = [*without(data["base_args"].split(), _OF_MEASURING, ()), *job["args"].split()]
             args += ["--train-iters", "12", "--num-workers", "1"]
-            if "--decoder-first-pipeline-num-layers" not in args:
-                yield run_of(
-                    f"h200x2/{job['name']}",
-                    job["median_ms"] / 1e3,
-                    job["num_gpus"],
-                    "dgx-h200",
-                    "torch",
-                    args,
-                )
+            seconds = job["median_ms"] / 1e3
+            yield run_of(f"h200x2/{job['name']}", seconds, job["num_gpus"], "dgx-h200", "torch", args)
 
 
 def run_of(name: str, seconds: float, world: int, cluster: str, implementation: str, args: list[str]) -> Run:
@@ -117,6 +111,7 @@ def run_of(name: str, seconds: float, world: int, cluster: str, implementation: 
     experts = pairs(args, ("--num-experts", "--num-layers"), ())
     pp = int(given.get("--pipeline-model-parallel-size", 1))
     chunk = int(given.get("--num-layers-per-virtual-pipeline-stage", 0))
+    first = given.get("--decoder-first-pipeline-num-layers")
     tp = given.get("--tensor-model-parallel-size", "1")
     optimizer = "distributed" if "--use-distributed-optimizer" in given else "plain"
     knobs = {
@@ -126,7 +121,7 @@ def run_of(name: str, seconds: float, world: int, cluster: str, implementation: 
         "etp": given.get("--expert-tensor-parallel-size", tp) if "--num-experts" in experts else "1",
         "pp": str(pp),
         "vpp": str(int(experts["--num-layers"]) // pp // chunk) if chunk else "1",
-        "stages": "even",
+        "stages": f"first {first}" if first else "even",
         "micro_batch": given["--micro-batch-size"],
         "sp": str("--sequence-parallel" in given).lower(),
         "recompute": given.get("--recompute-granularity", "none"),

@@ -11,15 +11,22 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from prism_plugins.errors import PrismError
-from prism_plugins.integration.knobs import divisors, narrowed, pairs, powers_of_2, scalars, verdicts, without
+from prism_plugins.integration.knobs import (
+    divisors,
+    narrowed_all,
+    pairs,
+    powers_of_2,
+    scalars,
+    verdicts,
+    without,
+)
 from prism_plugins.integration.tuning import (
-    Arguments,
     Knob,
+    Launch,
     Limits,
     Point,
     Probe,
@@ -75,25 +82,9 @@ class DeepSpeedTuner:
             parser, commands, validate, refusals=(AssertionError, ValueError, TypeError, KeyError)
         )
 
-    def space(
-        self,
-        argv: Sequence[str],
-        arguments: Arguments,
-        *,
-        world_size: int,
-        gpus_per_node: int,
-        chosen: Mapping[str, tuple[str, ...]],
-        directory: Path,
-    ) -> DeepSpeedSpace:
+    def space(self, launch: Launch) -> DeepSpeedSpace:
         """See the protocol."""
-        return DeepSpeedSpace(
-            argv,
-            arguments,
-            world_size=world_size,
-            gpus_per_node=gpus_per_node,
-            chosen=chosen,
-            directory=directory,
-        )
+        return DeepSpeedSpace(launch)
 
 
 def _validate(config: Config, arguments: Mapping[str, Any]) -> None:
@@ -128,21 +119,12 @@ def _data_parallel(world: int, config: Config, stages: int) -> int:
 class DeepSpeedSpace:
     """The configurations of one DeepSpeed launch. See :class:`prism_plugins.integration.tuning.Space`."""
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        arguments: Arguments,
-        *,
-        world_size: int,
-        gpus_per_node: int,
-        chosen: Mapping[str, tuple[str, ...]],
-        directory: Path,
-    ) -> None:
-        self._argv = tuple(argv)
-        self._args = arguments
-        self._world = world_size
-        self._directory = directory
-        self._flags = set(arguments.get("prism_flags", ()))
+    def __init__(self, launch: Launch) -> None:
+        self._argv = launch.argv
+        self._args = launch.arguments
+        self._world = launch.world_size
+        self._directory = launch.directory
+        self._flags = set(self._args.get("prism_flags", ()))
         self._where, path = find_config(self._argv)
         self._config = read_config(path)
         self._hf = value_of(self._config, _BATCH) == AUTO or self._hf_flags_alone()
@@ -150,13 +132,9 @@ class DeepSpeedSpace:
         self._sequence_parallel = int(value_of(self._config, "sequence_parallel_size", 1) or 1)
         own = self._own()
         self._gbs = self._global_batch(own)
-        self.knobs = tuple(narrowed(knob, chosen) for knob in self._all_knobs(own, gpus_per_node, chosen))
-        if unknown := set(chosen) - {knob.name for knob in self.knobs}:
-            raise PrismError(
-                f"there is no knob {', '.join(sorted(unknown))}; knobs: {', '.join(k.name for k in self.knobs)}"
-            )
+        self.knobs = narrowed_all(self._all_knobs(own, launch.gpus_per_node, launch.chosen), launch.chosen)
         self.own = Point(tuple(own[knob.name] for knob in self.knobs))
-        self.probe_world = world_size
+        self.probe_world = self._world
         self.tokens_per_iteration = 0
         self._parameters = self._flops = 0.0
         self.scout = self.probes(self.own)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prism_plugins.errors import PrismError
@@ -49,13 +49,20 @@ def scalars(arguments: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(arguments).items() if isinstance(v, int | float | str | None)}
 
 
-def narrowed(knob: Knob, chosen: Mapping[str, tuple[str, ...]]) -> Knob:
-    """The knob with the values that the user allows."""
-    if knob.name not in chosen:
-        return knob
+def narrowed_all(knobs: Iterable[Knob], chosen: Mapping[str, tuple[str, ...]]) -> tuple[Knob, ...]:
+    """The knobs with the values that the user allows. Raises :class:`PrismError` for a knob or a value that there is not."""
+    known = tuple(knobs)
+    if unknown := set(chosen) - {knob.name for knob in known}:
+        raise PrismError(
+            f"there is no knob {', '.join(sorted(unknown))}; knobs: {', '.join(k.name for k in known)}"
+        )
+    return tuple(_narrowed(knob, chosen[knob.name]) if knob.name in chosen else knob for knob in known)
+
+
+def _narrowed(knob: Knob, texts: tuple[str, ...]) -> Knob:
     by_text = {str(value).lower(): value for value in knob.values}
     values = []
-    for text in chosen[knob.name]:
+    for text in texts:
         if text.lower() not in by_text:
             raise PrismError(
                 f"{knob.name} cannot be {text}; values: {', '.join(str(v).lower() for v in knob.values)}"

@@ -51,6 +51,21 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the integration that judged."""
 
 
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What is searched around."""
+
+    argv: tuple[str, ...]
+    """Script first."""
+    arguments: Arguments
+    """As its script parsed and the framework completed them (:attr:`Verdict.arguments`)."""
+    world_size: int
+    gpus_per_node: int
+    chosen: Mapping[str, tuple[str, ...]] = {}
+    """By knob, the values (as text) that the user allows."""
+    directory: Path = Path()
+    """For files that the command lines of points name."""
+
+
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """What a model chunk of a pipeline stage holds."""
 
@@ -199,18 +214,8 @@ class Tuner(Protocol):
         argparse parser that the script was about to use."""
         ...
 
-    def space(
-        self,
-        argv: Sequence[str],
-        arguments: Arguments,
-        *,
-        world_size: int,
-        gpus_per_node: int,
-        chosen: Mapping[str, tuple[str, ...]],
-        directory: Path,
-    ) -> Space:
-        """The space around a launch. ``chosen``: by knob, the values (as text) that the user allows; ``directory``: for files
-        that the command lines of points name.
+    def space(self, launch: Launch) -> Space:
+        """The space around a launch.
 
         Raises :class:`~prism_plugins.errors.PrismError` for a script whose layout cannot be changed by arguments, and
         for fixed choices that contradict each other.

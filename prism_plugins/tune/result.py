@@ -176,8 +176,8 @@ def describe(knobs: Mapping[str, object]) -> str:
         return text
     parts = [f"{name}{k[name]}" for name in ("tp", "cp", "ep", "etp", "pp", "vpp") if k.get(name, 1) != 1]
     text = " ".join(parts) or "data parallel only"
-    if k.get("stages") == "uneven":
-        text += " uneven"
+    if k.get("stages", "even") != "even":
+        text += f" {k['stages']}"
     if "micro_batch" in k:
         text += f" mb{k['micro_batch']}"
     if k.get("sp"):

@@ -18,7 +18,7 @@ from prism_plugins.costs.efficiency import efficiency_of
 from prism_plugins.costs.model import load_calibration
 from prism_plugins.costs.nccl.settings import parse_settings
 from prism_plugins.errors import Interrupted, PrismError
-from prism_plugins.integration.tuning import Point, Space, Tuner
+from prism_plugins.integration.tuning import Launch, Point, Space, Tuner
 from prism_plugins.options import Job
 from prism_plugins.program.slices import SliceSpec
 from prism_plugins.script import check_script
@@ -156,14 +156,15 @@ class Search:
             )
         if not verdicts[0].legal:
             raise PrismError(f"the launch itself is not legal: {verdicts[0].reason}")
-        return self._tuners[verdicts[0].framework].space(
-            self._job.argv,
-            verdicts[0].arguments,
+        launch = Launch(
+            argv=self._job.argv,
+            arguments=verdicts[0].arguments,
             world_size=options.world_size,
             gpus_per_node=self._cluster.gpus_per_node,
             chosen=self._settings.chosen,
             directory=self._dir.path,
         )
+        return self._tuners[verdicts[0].framework].space(launch)
 
     def _scout(self, space: Space, script: WarmScript) -> None:
         if space.scout is not None:

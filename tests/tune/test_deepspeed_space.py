@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prism_plugins.errors import PrismError
-from prism_plugins.integration.tuning import Point, Scouted
+from prism_plugins.integration.tuning import Launch, Point, Scouted
 from prism_plugins.integrations.deepspeed.ds_config import changed, differences, find_config
 from prism_plugins.integrations.deepspeed.tune import DeepSpeedSpace, DeepSpeedTuner
 from prism_plugins.program.slices import JobFacts
@@ -29,9 +29,15 @@ def space_of(tmp_path: Path, config: dict | None = None, *, world: int = 16, cho
     path.write_text(json.dumps(config or CONFIG))
     argv = ("train.py", "--deepspeed_config", str(path), *changes.pop("words", ()))
     arguments = {"deepspeed_config": str(path), "prism_flags": ["--deepspeed_config"], **changes}
-    return DeepSpeedTuner().space(
-        argv, arguments, world_size=world, gpus_per_node=8, chosen=chosen or {}, directory=tmp_path / "out"
+    launch = Launch(
+        argv=argv,
+        arguments=arguments,
+        world_size=world,
+        gpus_per_node=8,
+        chosen=chosen or {},
+        directory=tmp_path / "out",
     )
+    return DeepSpeedTuner().space(launch)
 
 
 def point_of(space: DeepSpeedSpace, **values: Any) -> Point:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from prism_plugins.errors import PrismError
-from prism_plugins.integration.tuning import Point
-from prism_plugins.integrations.megatron import tune
+from prism_plugins.integration.tuning import Launch, Point
 from prism_plugins.integrations.megatron.tune import MegatronTuner
+from prism_plugins.integrations.megatron.tune_knobs import LAYOUT_SWITCHES, LAYOUT_VALUES
 
 ARGV = (
     "pretrain_gpt.py", "--num-layers", "16", "--tensor-model-parallel-size=2", "--sequence-parallel",
@@ -21,19 +19,19 @@ ARGUMENTS = {
     "ffn_hidden_size": 4096, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1,
     "global_batch_size": 64, "sequence_parallel": True, "use_distributed_optimizer": True, "bf16": True,
     "accumulate_allreduce_grads_in_fp32": True, "transformer_impl": "local",
-    "prism_flags": [*tune.LAYOUT_VALUES, *tune.LAYOUT_SWITCHES, "--num-layers", "--global-batch-size"],
+    "prism_flags": [*LAYOUT_VALUES, *LAYOUT_SWITCHES, "--num-layers", "--global-batch-size"],
 }  # fmt: skip
 
 
 def space_of(world: int = 16, chosen=None, **changed):
-    return MegatronTuner().space(
-        ARGV,
-        {**ARGUMENTS, **changed},
+    launch = Launch(
+        argv=ARGV,
+        arguments={**ARGUMENTS, **changed},
         world_size=world,
         gpus_per_node=8,
         chosen=chosen or {},
-        directory=Path(),
     )
+    return MegatronTuner().space(launch)
 
 
 def point_of(space, **values) -> Point:
@@ -225,3 +223,21 @@ def test_the_rank_order_is_searched_where_nodes_share_groups() -> None:
     assert "the same as" in next(why for p, why in space.points() if p == same)
     mapped = space_of(use_tp_pp_dp_mapping=True)
     assert mapped.shape(mapped.own).layout.order == "tp-cp-ep-pp-dp"
+
+
+def test_layers_that_the_launch_lays_out_itself() -> None:
+    space = space_of(decoder_first_pipeline_num_layers=6)
+    layers = [sum(n for _, n in stage[0].layers) for stage in space.shape(space.own).chunks]
+    assert layers == [6, 10]
+    wider = point_of(space, pp=3)
+    assert [sum(n for _, n in c[0].layers) for c in space.shape(wider).chunks] == [6, 5, 5]
+    assert "--decoder-first-pipeline-num-layers 6" in " ".join(space.command(wider))
+    assert "cannot be laid" in next(why for p, why in space.points() if p == point_of(space, pp=8))
+
+
+def test_a_number_of_recomputed_layers_is_composed_as_it_is() -> None:
+    space = space_of(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
+    assert space.own in legal(space)
+    assert dict(space.shape(space.own).chunks[0][0].layers) == {"full": 3, "none": 5}
+    whole = space_of(recompute_granularity="full", recompute_method="block", recompute_num_layers=9)
+    assert dict(whole.shape(whole.own).chunks[0][0].layers) == {"full": 8, "none": 0}
