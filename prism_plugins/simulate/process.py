@@ -3,99 +3,138 @@
 A slot is a time that is computed once: the end of a rendezvous or of an op, an event record, a point the host waits
 for, the host's base after a wait, a stream's time at the end of a stretch. Processes (one per stream, one per
 host that ever waits) run until they need an unknown slot.
+
+The inner loop is compiled (:mod:`.native`) where that is possible; the one here says, besides, where a job hangs.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
+import msgspec
 import numpy as np
 
-from prism_plugins.simulate.compile import Code, StreamItems
+from prism_plugins.simulate import native
+from prism_plugins.simulate.compile import NEVER, Code, StreamItems
 from prism_plugins.simulate.link import Layer
 from prism_plugins.simulate.unit import Unit
 
 # Item codes of the inner loop; the batch forms serve ops of several parts.
 _SYNC, _ASYNC, _WAIT, _SET, _BASE, _END, _SYNC_BATCH, _ASYNC_BATCH, _HOST = range(9)
-_NEVER = float("-inf")
+_NEVER = float(NEVER)
+
+
+class Items(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process does, in order: arrays over its items."""
+
+    code: np.ndarray
+    run: np.ndarray
+    """D of the run before the item."""
+    issue: np.ndarray
+    """C of the run before the item."""
+    slot: np.ndarray
+    previous: np.ndarray
+    """Of an op, the slot that tells when its communicator is free; -1."""
+    host: np.ndarray
+    """Host offset."""
+    more: dict[int, tuple[int, ...]]
+    """Item → the slots of a batch's parts, or that a host waits for."""
+
+    def tuples(self) -> list[tuple]:
+        """(code, D, C, slot, previous, host offset): ``previous`` of a batch is (slot, parts), of a host its slots."""
+        columns = (self.code, self.run, self.issue, self.slot, self.previous, self.host)
+        out = list(zip(*(column.tolist() for column in columns), strict=True))
+        for i, slots in self.more.items():
+            code, run, issue, slot, previous, host = out[i]
+            out[i] = (code, run, issue, slot, slots if code == _HOST else (previous, slots), host)
+        return out
 
 
 class Process:
     """A stream or a host of one unit."""
 
-    __slots__ = ("base", "index", "items", "now", "offset", "stream", "trace", "unit", "waits_for")
+    __slots__ = (
+        "_tuples", "base", "index", "now", "offset", "program", "stream", "trace", "unit", "waits_for",
+    )  # fmt: skip
 
-    def __init__(self, unit: Unit, stream: int) -> None:
+    def __init__(self, unit: Unit, stream: int, program: Items, offset: int) -> None:
         self.unit = unit
         self.stream = stream
         """-1 for the host."""
-        self.items: list[tuple] = []
+        self.program = program
+        self.offset = offset
+        """Items before the stretch's own."""
+        self._tuples: list[tuple] | None = None
         self.index = 0
         self.now = 0.0
         self.base = 0.0
         self.trace: list[float] = []
         """Stream time after each item."""
-        self.offset = 0
-        """Items before the stretch's own."""
         self.waits_for = -1
         """Slot whose value the stream takes over when it resumes; -1: the item is done again."""
+
+    @property
+    def items(self) -> list[tuple]:
+        """The program as tuples."""
+        if self._tuples is None:
+            self._tuples = self.program.tuples()
+        return self._tuples
+
+    def __len__(self) -> int:
+        return len(self.program.code)
 
 
 class Machine:
     """Times of all units."""
 
     def __init__(self, layers: list[Layer], units: list[Unit]) -> None:
-        num_meetings = sum(layer.num_slots for layer in layers)
-        self._value: list[float | None] = [None] * num_meetings
-        self._arrival: list[float] = [_NEVER] * num_meetings
-        self._missing: list[int] = [n for layer in layers for n in layer.expected.tolist()]
-        self._duration: list[float] = [d for layer in layers for d in layer.duration_ns.tolist()]
         self._units = units
+        self._num_slots = sum(layer.num_slots for layer in layers)
         self._processes: list[Process] = []
-        self._stream_process: dict[tuple[int, int], Process] = {}
+        self._stream_process: dict[tuple[int, int], int] = {}
+        """(unit, stream) → index of its process."""
         for unit in units:
             self._allocate(unit)
         for unit in units:
             self._load(unit)
-        self._waiters: list = [None] * len(self._value)
-        """Per slot: nothing, a process, or a list of processes, batches (slot) and arrivals (slot, time, parts)."""
-        self._known: np.ndarray | None = None
-        self._transfer: np.ndarray | None = None
+        self._begin = np.concatenate(([0], np.cumsum([len(p) for p in self._processes], dtype=np.int64)))
+        own = self._num_slots - sum(layer.num_slots for layer in layers)
+        self._expected = np.concatenate([*(layer.expected for layer in layers), np.zeros(own, np.int64)])
+        self._transfer = np.concatenate([*(layer.duration_ns for layer in layers), np.zeros(own)])
+        self._times: np.ndarray | None = None
+        self._trace: np.ndarray | None = None
 
     # ── results ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def durations(self, slots: np.ndarray) -> np.ndarray:
         """Transfer times of meetings."""
-        if self._transfer is None:
-            self._transfer = np.array(self._duration)
         return self._transfer[slots]
 
-    def trace(self, unit: Unit, stream: int) -> list[float]:
+    def trace(self, unit: Unit, stream: int) -> np.ndarray:
         """Stream time after each of the stretch's own items."""
-        process = self._stream_process[id(unit), stream]
-        return process.trace[process.offset :]
+        index = self._stream_process[id(unit), stream]
+        return self._trace[self._begin[index] + self._processes[index].offset : self._begin[index + 1]]
 
     def start(self, unit: Unit, stream: int) -> float:
         """Stream time at the beginning of a stretch."""
-        process = self._stream_process[id(unit), stream]
-        return process.trace[process.offset - 1] if process.offset else 0.0
+        index = self._stream_process[id(unit), stream]
+        offset = self._processes[index].offset
+        return float(self._trace[self._begin[index] + offset - 1]) if offset else 0.0
 
-    def bases(self, unit: Unit) -> list[float]:
+    def bases(self, unit: Unit) -> np.ndarray:
         """The host's base before the first and after each host wait of a stretch."""
-        first = self._value[unit.parent.base_slot] if unit.parent else 0.0
-        return [first or 0.0, *(self._value[s] or 0.0 for s in unit.sync_slot)]
+        first = self._times[unit.parent.base_slot] if unit.parent else 0.0
+        return np.append(first, self._times[np.array(unit.sync_slot, dtype=np.int64)])
 
     def finish_ns(self, leaf: Unit) -> float:
         """When the last lane of a cell comes to rest."""
-        slots = [*leaf.end_slot.values(), *leaf.lane_last.values()]
-        host = self.bases(leaf)[-1] + leaf.stretch.host_at_end
-        return max([host, *(self._value[slot] or 0.0 for slot in slots)])
+        slots = np.array([*leaf.end_slot.values(), *leaf.lane_last.values()], dtype=np.int64)
+        host = float(self.bases(leaf)[-1]) + leaf.stretch.host_at_end
+        return max(host, float(self._times[slots].max(initial=0.0)))
 
     def values(self, slots: np.ndarray) -> np.ndarray:
         """Times of slots; call after :meth:`run`."""
-        if self._known is None:
-            self._known = np.array([0.0 if v is None else v for v in self._value])
-        return self._known[slots]
+        return self._times[slots]
 
     # ── when it hangs ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -107,13 +146,13 @@ class Machine:
 
     def position(self, unit: Unit) -> int:
         """The event at which a unit stands: of its first unfinished stream or host, or the end of its stretch."""
-        events = [self._event(p) for p in self._processes if p.unit is unit and p.index < len(p.items)]
+        events = [self._event(p) for p in self._processes if p.unit is unit and p.index < len(p)]
         return min(events, default=unit.stretch.hi)
 
     def has_arrived(self, unit: Unit, op: int) -> bool:
         """Whether a unit has issued an op and its communicator was free."""
         stream = int(unit.stretch.ops.stream[op])
-        p = self._stream_process[id(unit), stream]
+        p = self._processes[self._stream_process[id(unit), stream]]
         items = next(items for items in unit.stretch.streams if items.stream == stream)
         at = int(np.flatnonzero((items.code <= Code.COMM_ASYNC) & (items.arg == op))[0])
         previous = int(unit.op_previous[op])
@@ -130,11 +169,8 @@ class Machine:
     # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _new_slots(self, count: int) -> range:
-        first = len(self._value)
-        self._value += [None] * count
-        self._arrival += [_NEVER] * count
-        self._missing += [0] * count
-        self._duration += [0.0] * count
+        first = self._num_slots
+        self._num_slots += count
         return range(first, first + count)
 
     def _allocate(self, unit: Unit) -> None:
@@ -160,51 +196,71 @@ class Machine:
         unit.base_slot = self._new_slots(1)[0]
 
     def _load(self, unit: Unit) -> None:
-        self._load_host(unit)
+        self._add(unit, -1, _host_program(unit))
         for items in unit.stretch.streams:
-            process = Process(unit, items.stream)
-            self._continue_parent(process)
-            process.items += _stream_program(unit, items)
-            self._processes.append(process)
-            self._stream_process[id(unit), items.stream] = process
+            self._stream_process[id(unit), items.stream] = len(self._processes)
+            self._add(unit, items.stream, _stream_program(unit, items))
         if unit.parent is not None:  # streams that the branch does not use end where the trunk left them
             unit.end_slot = {**unit.parent.end_slot, **unit.end_slot}
 
-    def _continue_parent(self, process: Process) -> None:
-        parent = process.unit.parent
-        if parent is None:
-            return
-        slot = parent.end_slot.get(process.stream)
-        if slot is not None:
-            process.items.append((_WAIT, 0.0, _NEVER, slot, -1, 0.0))
-        process.items.append((_BASE, 0.0, _NEVER, parent.base_slot, -1, 0.0))
-        process.offset = len(process.items)
-
-    def _load_host(self, unit: Unit) -> None:
-        process = Process(unit, -1)
-        self._continue_parent(process)
-        lanes = _lanes_before(unit)
-        here = {items.stream for items in unit.stretch.streams}
-        before = [slot for s, slot in (unit.parent.end_slot if unit.parent else {}).items() if s not in here]
-        for number, sync in enumerate(unit.stretch.syncs):
-            slots = [unit.mark_slot[number, s] for s in sync.streams if (number, s) in unit.mark_slot]
-            if sync.cuda_event in unit.event_slot:
-                slots.append(unit.event_slot[sync.cuda_event])
-            if sync.everything:
-                slots += [*lanes[number], *before]
-            process.items.append((_HOST, 0.0, _NEVER, unit.sync_slot[number], tuple(slots), sync.host_ns))
-        process.items.append((_HOST, 0.0, _NEVER, unit.base_slot, (), 0.0))
-        self._processes.append(process)
+    def _add(self, unit: Unit, stream: int, program: Items) -> None:
+        """A process, which continues that of the parent."""
+        before: list[tuple[int, int]] = []
+        if unit.parent is not None:
+            slot = unit.parent.end_slot.get(stream)
+            before = [(_WAIT, slot)] if slot is not None else []
+            before.append((_BASE, unit.parent.base_slot))
+        self._processes.append(Process(unit, stream, _behind(before, program), len(before)))
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> bool:
         """Advance everything; False when something could not finish."""
+        results = self._run_compiled()
+        if results is None:
+            results = self._run_in_python()
+        if results is None:
+            return False
+        times, self._trace = results
+        self._times = np.where(np.isnan(times), 0.0, times)
+        return True
+
+    def _run_compiled(self) -> tuple[np.ndarray, np.ndarray] | None:
+        programs = [p.program for p in self._processes]
+        columns = {
+            name: np.concatenate([getattr(program, name) for program in programs])
+            for name in ("code", "run", "issue", "host", "slot", "previous")
+        }
+        counts = np.zeros(len(columns["code"]) + 1, dtype=np.int64)
+        more: list[int] = []
+        for first, program in zip(self._begin.tolist(), programs, strict=False):
+            for i in sorted(program.more):
+                counts[first + i + 1] = len(program.more[i])
+                more += program.more[i]
+        return native.run_machine(
+            self._begin,
+            columns,
+            np.cumsum(counts),
+            np.array(more, dtype=np.int64),
+            duration=self._transfer,
+            missing=self._expected,
+        )
+
+    def _run_in_python(self) -> tuple[np.ndarray, np.ndarray] | None:
+        self._value: list[float | None] = [None] * self._num_slots
+        self._arrival: list[float] = [_NEVER] * self._num_slots
+        self._missing: list[int] = self._expected.tolist()
+        self._duration: list[float] = self._transfer.tolist()
+        self._waiters: list = [None] * self._num_slots
+        """Per slot: nothing, a process, or a list of processes, batches (slot) and arrivals (slot, time, parts)."""
         self._ready = deque(self._processes)
         ready = self._ready
         while ready:
             self._advance(ready.popleft())
-        return all(p.index >= len(p.items) for p in self._processes)
+        if any(p.index < len(p) for p in self._processes):
+            return None
+        times = np.array([np.nan if v is None else v for v in self._value])
+        return times, np.concatenate([p.trace for p in self._processes])
 
     def _advance(self, p: Process) -> None:
         value, arrival, missing, duration = self._value, self._arrival, self._missing, self._duration
@@ -439,8 +495,48 @@ def _lanes_before(unit: Unit) -> list[list[int]]:
     return out
 
 
-def _stream_program(unit: Unit, items: StreamItems) -> list[tuple]:
-    """The inner loop's items: (code, D, C, slot, previous, host offset)."""
+def _behind(before: list[tuple[int, int]], program: Items) -> Items:
+    """A program with items (code, slot) before it."""
+    if not before:
+        return program
+    n = len(before)
+    return Items(
+        code=np.concatenate((np.array([code for code, _ in before], np.int64), program.code)),
+        run=np.concatenate((np.zeros(n), program.run)),
+        issue=np.concatenate((np.full(n, _NEVER), program.issue)),
+        slot=np.concatenate((np.array([slot for _, slot in before], np.int64), program.slot)),
+        previous=np.concatenate((np.full(n, -1, np.int64), program.previous)),
+        host=np.concatenate((np.zeros(n), program.host)),
+        more={n + i: slots for i, slots in program.more.items()},
+    )
+
+
+def _host_program(unit: Unit) -> Items:
+    lanes = _lanes_before(unit)
+    here = {items.stream for items in unit.stretch.streams}
+    before = [slot for s, slot in (unit.parent.end_slot if unit.parent else {}).items() if s not in here]
+    more = {}
+    for number, sync in enumerate(unit.stretch.syncs):
+        slots = [unit.mark_slot[number, s] for s in sync.streams if (number, s) in unit.mark_slot]
+        if sync.cuda_event in unit.event_slot:
+            slots.append(unit.event_slot[sync.cuda_event])
+        if sync.everything:
+            slots += [*lanes[number], *before]
+        more[number] = tuple(slots)
+    n = len(unit.stretch.syncs) + 1
+    more[n - 1] = ()
+    return Items(
+        code=np.full(n, _HOST, dtype=np.int64),
+        run=np.zeros(n),
+        issue=np.full(n, _NEVER),
+        slot=np.array([*unit.sync_slot, unit.base_slot], dtype=np.int64),
+        previous=np.full(n, -1, dtype=np.int64),
+        host=np.array([*(sync.host_ns for sync in unit.stretch.syncs), 0.0]),
+        more=more,
+    )
+
+
+def _stream_program(unit: Unit, items: StreamItems) -> Items:
     ops = unit.stretch.ops
     code = _CODES[items.code]
     slot = np.full(len(code), -1, dtype=np.int64)
@@ -467,23 +563,13 @@ def _stream_program(unit: Unit, items: StreamItems) -> list[tuple]:
     slot[items.code == Code.END] = unit.end_slot[items.stream]
     code[(code == _WAIT) & (slot < 0)] = _SET  # begun before the iteration: nothing to wait for
 
-    out = list(
-        zip(
-            code.tolist(),
-            items.run_ns.tolist(),
-            issue.tolist(),
-            slot.tolist(),
-            previous.tolist(),
-            host.tolist(),
-            strict=True,
-        )
-    )
     batches = unit.linked.parts
-    for i in comm[np.isin(op, list(batches))].tolist() if batches else ():
-        kind, run, issued, end, before, offset = out[i]
-        batch = _SYNC_BATCH if kind == _SYNC else _ASYNC_BATCH
-        out[i] = (batch, run, issued, end, (before, batches[int(items.arg[i])]), offset)
-    return out
+    more = (
+        {i: batches[int(items.arg[i])] for i in comm[np.isin(op, list(batches))].tolist()} if batches else {}
+    )
+    batched = np.array(list(more), dtype=np.int64)
+    code[batched] = np.where(code[batched] == _SYNC, _SYNC_BATCH, _ASYNC_BATCH)
+    return Items(code=code, run=items.run_ns, issue=issue, slot=slot, previous=previous, host=host, more=more)
 
 
 _CODES = np.array([_SYNC, _ASYNC, _WAIT, _WAIT, _SET, _SET, _BASE, _SET], dtype=np.int64)

@@ -181,11 +181,11 @@ class _Run:
         self.explain = explain
         self.failure = failure
         low, high = machine._low[0], machine._high[0]
-        num_slots = len(low._value)
+        num_slots = low._num_slots
         self.value: list[np.ndarray | None] = [None] * num_slots
         self.arrival: list[np.ndarray | None] = [None] * num_slots
-        self.missing = list(low._missing)
-        self.duration = low._duration
+        self.missing = low._expected.tolist()
+        self.duration = low._transfer.tolist()
         self.waiters: list[list] = [[] for _ in range(num_slots)]
         self.come: dict[int, list[tuple[_Vector, _Members, np.ndarray]]] = {}
         num_ranks = len(share)
