@@ -25,6 +25,7 @@ from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.model import EventKind, Program
 from prism_plugins.simulate.disturbance import Disturbance
 from prism_plugins.simulate.engine import Simulation
+from prism_plugins.simulate.expand import CallStarts
 from prism_plugins.simulate.timeline import OpTimes
 from prism_plugins.simulate.vector import Failure, VectorMachine, VectorTimes
 
@@ -297,9 +298,21 @@ class _DisturbedView(JobView, frozen=True, kw_only=True):
     simulation: Simulation
     whole: JobPrograms
 
+    def program(self, rank: int) -> Program:
+        """The program of a rank."""
+        return program_of(self.whole, rank)
+
     def timed_program(self, rank: int) -> tuple[Program, OpTimes]:
         """The program of a rank and its times with the faults."""
-        return program_of(self.whole, rank), self.simulation.op_times(rank)
+        return self.program(rank), self.simulation.op_times(rank)
+
+    def call_starts(self, rank: int) -> CallStarts:
+        """When a rank comes to each of its calls, with the faults."""
+        return self.simulation.call_starts(rank)
+
+    def cell_of_rank(self) -> np.ndarray:
+        """Which ranks have the same times, with the faults."""
+        return self.simulation.cell_of_rank
 
 
 def _split(job: JobPrograms, simulation: Simulation) -> JobPrograms:

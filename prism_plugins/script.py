@@ -63,6 +63,13 @@ def script_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, start))
 
 
+def raised_by_prism(error: BaseException) -> bool:
+    """Whether prism's own code raised it, not the script or what the script calls."""
+    tb = error.__traceback__
+    module = _last(tb).tb_frame.f_globals.get("__name__", "") if tb is not None else ""
+    return module.startswith("prism_plugins.") and module != __name__
+
+
 def _last(tb: TracebackType) -> TracebackType:
     while tb.tb_next is not None:
         tb = tb.tb_next

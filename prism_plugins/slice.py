@@ -26,7 +26,7 @@ from prism_plugins.program.allocator_settings import conf_of, settings_from_envi
 from prism_plugins.program.model import EventKind, Program
 from prism_plugins.program.slices import HostFigures, JobFacts, SliceReport, SliceSpec
 from prism_plugins.rundir import SliceDir, read_json, write_json
-from prism_plugins.script import run_script, script_traceback
+from prism_plugins.script import raised_by_prism, run_script, script_traceback
 from prism_plugins.slice_context import Context
 from prism_plugins.unsupported import refuse_unsupported
 
@@ -62,7 +62,7 @@ class Slice:
         except SystemExit as stop:
             if stop.code not in (None, 0):
                 how = f"with status {stop.code}" if isinstance(stop.code, int) else f"saying: {stop.code}"
-                self._failed("crashed", f"the script exited {how}", "")
+                self._failed("script_failed", f"it exited {how}", "")
         except PrismError as error:
             self._failed("user_error", str(error), "")
         except _OutOfMemory as error:
@@ -72,7 +72,8 @@ class Slice:
         except KeyboardInterrupt:
             self._failed("interrupted", "interrupted", "")
         except BaseException as error:
-            self._failed("crashed", f"{type(error).__name__}: {error}", script_traceback(error))
+            status = "crashed" if raised_by_prism(error) else "script_failed"
+            self._failed(status, f"{type(error).__name__}: {error}", script_traceback(error))
         else:
             context.script_ended()
         if self.report is None:

@@ -225,6 +225,9 @@ def failure(report: SliceReport, rundir: RunDir) -> Exception:
     log = rundir.slice(report.rank).log
     if report.status == "never_trained":
         return SliceFailed(f"prism: error: rank {report.rank}: {report.message}; its output: {log}")
-    head = f"prism: error: the slice of rank {report.rank} {report.status} ({report.phase}): {report.message}"
+    what = f"the slice of rank {report.rank} {report.status}"
+    if report.status == "script_failed":
+        what = f"the script failed as rank {report.rank}"
+    head = f"prism: error: {what} ({report.phase}): {report.message}"
     trace = report.traceback.rstrip()
     return SliceFailed("\n".join([head, *([trace] if trace else []), f"prism: its whole output: {log}"]))

@@ -5,8 +5,8 @@
 
 Makes the outputs that a run does not write by itself (`prism trace --format chakra|memory|tensorboard|perfetto`,
 `prism flight-recorder`) under RUN. The tools come from the `report` extra, torch and the system (Chromium);
-CHECKOUT is a clone of mlcommons/chakra, whose own jsonizer and visualizer are run when it is given (grpcio-tools compiles its
-schema). Prints tool, version, what it read, and ok, FAILED or why it was not run. Exits 1 if a check failed, with
+CHECKOUT is a clone of mlcommons/chakra, whose own jsonizer and visualizer are run when it is given (they need grpcio-tools,
+graphviz, networkx and pydot). Prints tool, version, what it read, and ok, FAILED or why it was not run. Exits 1 if a check failed, with
 --require-all also if one was not run.
 """
 
@@ -243,7 +243,8 @@ def chakra_tools(subject: Subject) -> tuple[str, str]:
     package = place / "chakra"
     shutil.copytree(subject.chakra, package, ignore=shutil.ignore_patterns(".git"))
     schema = package / "schema" / "protobuf"
-    installed("grpcio-tools")
+    for needed in ("grpcio-tools", "graphviz", "networkx", "pydot"):
+        installed(needed)
     call(sys.executable, "-m", "grpc_tools.protoc", f"-I{schema}", f"--python_out={schema}", "et_def.proto")
     version = re.search(r'^version = "(.*)"', (package / "pyproject.toml").read_text(), re.M)[1]
     path = chakra_traces(subject)[0]

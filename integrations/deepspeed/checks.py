@@ -438,14 +438,16 @@ def _backward(session: Session, original: Any, module: ModuleType) -> Any:
 
 
 def _refusing(session: Session, original: Any, module: ModuleType) -> Any:
-    """Assertions about the job, as one line."""
+    """Assertions about the job, and parameters that an optimizer or a scheduler does not have, as one line."""
 
     @functools.wraps(original)
     def refusing(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
-        except (AssertionError, ValueError) as error:
+        except (AssertionError, ValueError, TypeError) as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
+            if isinstance(error, TypeError) and frame.filename != module.__file__:
+                raise  # Not of a call that DeepSpeed makes here.
             text = " ".join(str(error).split()) or f"it asserts `{frame.line}`"
             raise PrismError(
                 f"DeepSpeed refuses this job ({Path(frame.filename).name}:{frame.lineno}): {text}"
@@ -513,6 +515,8 @@ HOOKS = (
     ),
     Hook(_ENGINE, "DeepSpeedEngine._do_args_sanity_check", _refusing, "refusals as one line"),
     Hook(_ENGINE, "DeepSpeedEngine._do_sanity_check", _refusing, "refusals as one line"),
+    Hook(_ENGINE, "DeepSpeedEngine._configure_basic_optimizer", _refusing, "optimizers as one line"),
+    Hook(_ENGINE, "DeepSpeedEngine._scheduler_from_config", _refusing, "schedulers as one line"),
     Hook(
         _ENGINE,
         "DeepSpeedEngine._validate_zero3_moe_compatibility",

@@ -10,6 +10,7 @@ from prism_plugins.emit.kineto import TraceContext
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.model import Program
 from prism_plugins.program.slices import GpuFacts
+from prism_plugins.simulate.expand import CallStarts
 from prism_plugins.simulate.timeline import OpTimes, Timeline
 
 
@@ -29,11 +30,22 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
         return self.job.layout.world_size
 
     def timed_program(self, rank: int) -> tuple[Program, OpTimes]:
-        """The program of a rank, represented or inferred, and the predicted times of its events."""
-        from prism_plugins.program.infer import program_of
+        """The program of a rank and the predicted times of its events."""
         from prism_plugins.simulate.engine import op_times
 
-        return program_of(self.job, rank), op_times(self.job, self.costs, self.timeline, rank)
+        return self.program(rank), op_times(self.job, self.costs, self.timeline, rank)
+
+    def program(self, rank: int) -> Program:
+        """The program of a rank, represented or inferred."""
+        from prism_plugins.program.infer import program_of
+
+        return program_of(self.job, rank)
+
+    def call_starts(self, rank: int) -> CallStarts:
+        """When a rank comes to each of its calls. The view needs a timeline."""
+        from prism_plugins.simulate.engine import call_starts_of
+
+        return call_starts_of(self.job, self.costs, self.timeline, rank)
 
     def cell_of_rank(self) -> np.ndarray:
         """Which ranks have the same times: a number for each rank, shape (world_size,). The view needs a timeline."""

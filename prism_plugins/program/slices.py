@@ -216,7 +216,7 @@ class SliceReport(msgspec.Struct, kw_only=True):
     schema: int = SCHEMA
     rank: int
     status: str
-    """``ok``, ``user_error``, ``crashed``, ``never_trained``, ``interrupted``."""
+    """``ok``, ``user_error``, ``script_failed``, ``crashed``, ``never_trained``, ``out_of_memory``, ``interrupted``."""
     message: str = ""
     """For anything but ok: one line for the user."""
     traceback: str = ""

@@ -19,6 +19,7 @@ from prism_plugins.emit.spans import SpanKind
 from prism_plugins.program.model import CommSignature, EventKind, Program
 from prism_plugins.report.groups import dims_of
 from prism_plugins.report.rank_spans import RankSpans
+from prism_plugins.simulate.expand import CallStarts
 from prism_plugins.simulate.timeline import OpTimes
 
 _SAME_NS = 0.5
@@ -84,8 +85,10 @@ class _Rank:
             )
         )
         self.in_optimizer = _optimizer_rows(self.program)
-        self._calls: dict[tuple, list[int]] | None = None
-        self._key_of_span: dict[int, list[tuple[tuple, int]]] = {}
+
+    def calls_in(self, span: int) -> np.ndarray:
+        """Rows of the calls in a span of communication."""
+        return self.spans.members.get(span, self.spans.row[span : span + 1])
 
     def ended_at(self, t: float, before_row: int) -> int:
         """The span that ends at ``t``: a kernel rather than a collective, -1 where none does. Spans issued after
@@ -107,26 +110,43 @@ class _Rank:
                 return i
         return -1
 
-    def calls(self) -> dict[tuple, list[int]]:
-        """Meeting → spans, in order: the n-th of one rank meets the n-th of the others."""
-        if self._calls is None:
-            self._calls = {}
-            events, members = self.program.events, self.spans.members
-            keys = [_meeting(self.program, comm) for comm in self.program.comms]
-            met: list[list[int]] = [self._calls.setdefault(key, []) for key in keys]
-            indices = np.flatnonzero(self.is_comm)
-            for i, ref in zip(indices.tolist(), events["ref"][self.spans.row[indices]].tolist(), strict=True):
-                refs = events["ref"][members[i]].tolist() if i in members else (ref,)
-                self._key_of_span[i] = found = []
-                for each in refs:
-                    found.append((keys[each], len(met[each])))
-                    met[each].append(i)
-        return self._calls
 
-    def meetings(self, span: int) -> list[tuple[tuple, int]]:
-        """(meeting, ordinal) of each call in a span."""
-        self.calls()
-        return self._key_of_span[span]
+class _Calls:
+    """The calls of a rank: when it comes to each, and whom it meets there. The n-th of one rank meets the n-th of the others."""
+
+    def __init__(self, program: Program, starts: CallStarts) -> None:
+        events = program.events
+        self._rows = rows = np.flatnonzero(events["kind"] == EventKind.COMM)
+        work = events["value"][rows]
+        _, first, inverse = np.unique(work, return_index=True, return_inverse=True)
+        self._issued = rows[first][inverse]
+        """Per call: the first row of what it was coalesced into."""
+        by_work = np.argsort(starts.work)
+        self._start = starts.start_ns[by_work][np.searchsorted(starts.work[by_work], work)]
+        numbers: dict[tuple, int] = {}
+        of_comm = [numbers.setdefault(_meeting(program, comm), len(numbers)) for comm in program.comms]
+        meeting = np.array(of_comm, dtype=np.int64)[events["ref"][rows]]
+        order = np.lexsort((rows, self._issued, meeting))
+        begin = np.searchsorted(meeting[order], np.arange(len(numbers) + 1))
+        self._met = {key: order[begin[n] : begin[n + 1]] for key, n in numbers.items()}
+        self._meetings = list(numbers)
+        self._meeting = meeting
+        self._ordinal = np.empty(len(rows), dtype=np.int64)
+        self._ordinal[order] = np.arange(len(rows)) - begin[meeting[order]]
+
+    def meetings(self, rows: np.ndarray) -> list[tuple[tuple, int]]:
+        """(meeting, ordinal) of the calls at these rows."""
+        at = np.searchsorted(self._rows, rows)
+        numbers, ordinals = self._meeting[at].tolist(), self._ordinal[at].tolist()
+        return [(self._meetings[n], ordinal) for n, ordinal in zip(numbers, ordinals, strict=True)]
+
+    def arrival(self, meeting: tuple, ordinal: int) -> tuple[float, int] | None:
+        """(when, row) this rank comes to a meeting for the n-th time; None where it does not."""
+        met = self._met.get(meeting, ())
+        if ordinal >= len(met):
+            return None
+        call = met[ordinal]
+        return float(self._start[call]), int(self._issued[call])
 
 
 def _meeting(program: Program, comm: CommSignature) -> tuple:
@@ -146,15 +166,20 @@ class _Walk:
         self.ranks: dict[int, _Rank] = {}
         self.parts: list[tuple[int, float, float, str, str]] = []
         self.families: dict[str, float] = {}
+        self._calls: dict[int, _Calls] = {}
         self._dims: dict[tuple[int, ...], str] = {}
-        self._class_of_rank = np.empty(self.view.job.layout.world_size, np.int64)
-        for index, cls in enumerate(self.view.job.classes):
-            self._class_of_rank[cls.ranks] = index
+        self._others: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        self._cell_of_rank = self.view.cell_of_rank()
 
     def rank(self, rank: int) -> _Rank:
         if rank not in self.ranks:
             self.ranks[rank] = _Rank(self._spans, rank)
         return self.ranks[rank]
+
+    def calls(self, rank: int) -> _Calls:
+        if rank not in self._calls:
+            self._calls[rank] = _Calls(self.view.program(rank), self.view.call_starts(rank))
+        return self._calls[rank]
 
     def run(self) -> None:
         rank = self.view.timeline.slowest_rank
@@ -221,30 +246,25 @@ class _Walk:
     def _last_to_come(self, here: _Rank, rank: int, span: int, until: float) -> tuple[int, float, int]:
         """(rank, when, row) of the member that came last, but not after ``until``."""
         best = (rank, float(here.spans.start_ns[span]), int(here.spans.row[span]))
-        for key, ordinal in here.meetings(span):
-            members = key[3:] if len(key) > 3 else key[0]
-            for peer in self._distinct(members, rank):
-                other = self.rank(peer)
-                met = other.calls().get(key, ())
-                if ordinal >= len(met):
+        for meeting, ordinal in self.calls(rank).meetings(here.calls_in(span)):
+            for peer in self._distinct(meeting[3:] or meeting[0], rank):
+                arrival = self.calls(peer).arrival(meeting, ordinal)
+                if arrival is None:
                     continue
-                start = float(other.spans.start_ns[met[ordinal]])
+                start, row = arrival
                 if best[1] + _SAME_NS < start <= until + _SAME_NS:
-                    best = (peer, min(start, until), int(other.spans.row[met[ordinal]]))
+                    best = (peer, min(start, until), row)
                 if abs(start - until) <= _SAME_NS:
                     return best
         return best
 
     def _distinct(self, members: tuple[int, ...], rank: int) -> list[int]:
-        """One member per class and optimizer shard: others have the same times."""
-        job = self.view.job
-        seen: dict[tuple[int, int], int] = {}
-        for member in members:
-            if member == rank:
-                continue
-            index = int(self._class_of_rank[member])
-            seen.setdefault((index, job.classes[index].variant_of.get(member, -1)), member)
-        return list(seen.values())[:_MAX_PEERS]
+        """The other members, one of those that have the same times."""
+        key = int(self._cell_of_rank[rank]), members
+        if key not in self._others:
+            cells, first = np.unique(self._cell_of_rank[list(members)], return_index=True)
+            self._others[key] = [members[i] for i in np.sort(first[cells != key[0]]).tolist()][:_MAX_PEERS]
+        return self._others[key]
 
     def _host(self, here: _Rank, rank: int, t: float, row: int) -> tuple[float, int]:
         """The host had not issued it: back to what it waited for last, or to the start."""

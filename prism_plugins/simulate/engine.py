@@ -33,7 +33,7 @@ from prism_plugins.simulate import interference
 from prism_plugins.simulate.compile import compile_stretch, slowed
 from prism_plugins.simulate.deadlock import explain_hang
 from prism_plugins.simulate.disturbance import Disturbance
-from prism_plugins.simulate.expand import break_down, expand_unit, join
+from prism_plugins.simulate.expand import CallStarts, break_down, call_starts, expand_unit, join
 from prism_plugins.simulate.fork import fork_points
 from prism_plugins.simulate.link import Layer
 from prism_plugins.simulate.prices import Pricer
@@ -63,6 +63,13 @@ def op_times(
     simulated again.
     """
     return _simulation(job, costs, simulation).op_times(rank)
+
+
+def call_starts_of(
+    job: JobPrograms, costs: CostModel, simulation: Simulation | Timeline | None, rank: int
+) -> CallStarts:
+    """When a rank comes to each of its calls. Arguments as of :func:`op_times`."""
+    return _simulation(job, costs, simulation).call_starts(rank)
 
 
 def cell_of_rank(job: JobPrograms, costs: CostModel, simulation: Simulation | Timeline | None) -> np.ndarray:
@@ -132,6 +139,11 @@ class Simulation:
         """Times of a rank's events; ranks of one cell share them."""
         leaf = self._leaves[int(self._quotient.cell_of_rank[rank])]
         return join([expand_unit(unit, self._machine) for unit in leaf.chain()])
+
+    def call_starts(self, rank: int) -> CallStarts:
+        """When a rank comes to each of its calls: far cheaper than :meth:`op_times`."""
+        leaf = self._leaves[int(self._quotient.cell_of_rank[rank])]
+        return join([call_starts(unit, self._machine) for unit in leaf.chain()])
 
     @property
     def cell_of_rank(self) -> np.ndarray:

@@ -7,6 +7,8 @@ maximum over the whole stream, because a stream never runs backwards.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 import numpy as np
 
@@ -39,6 +41,36 @@ class StreamTimes(msgspec.Struct, frozen=True, kw_only=True):
     after_item: np.ndarray
 
 
+class CallStarts(msgspec.Struct, frozen=True, kw_only=True):
+    """When a rank comes to its calls, in issue order; a coalesced batch is one. Shape (num_calls,) each."""
+
+    work: np.ndarray
+    """Work ids."""
+    start_ns: np.ndarray
+
+
+class _Runs(msgspec.Struct, frozen=True, kw_only=True):
+    """A stream's runs of kernels between its items."""
+
+    durations: np.ndarray
+    before: np.ndarray
+    """Cumulative, with waits for other streams' kernels, shape (num_kernels + 1,)."""
+    stop: np.ndarray
+    """Per item: the kernel behind its run."""
+    at_start: np.ndarray
+    after_run: np.ndarray
+    after_item: np.ndarray
+
+
+def call_starts(unit: Unit, machine: Machine) -> CallStarts:
+    """The starts of one stretch's calls: what :func:`expand_unit` says of them, for a tenth of its work."""
+    start = np.empty(len(unit.stretch.ops))
+    for items in unit.stretch.streams:
+        op, at = _op_starts(unit, items, _runs(unit, items, machine).after_run, machine)
+        start[op] = at
+    return CallStarts(work=unit.stretch.ops.work, start_ns=start)
+
+
 def expand_unit(unit: Unit, machine: Machine) -> OpTimes:
     """Times of the events of one stretch."""
     stretch = unit.stretch
@@ -53,7 +85,7 @@ def expand_unit(unit: Unit, machine: Machine) -> OpTimes:
         times = stream_times(unit, items, machine)
         local = items.kernels - stretch.lo
         start[local], end[local], transfer[local] = times.kernel_start, times.kernel_end, times.kernel_begin
-        _place_ops(unit, items, times, machine, host_end, (start, end, lane, transfer))
+        _place_ops(unit, items, times, machine, (start, end, lane, transfer))
     return OpTimes(
         host_ns=host,
         start_ns=start,
@@ -68,18 +100,13 @@ def _place_ops(
     items: StreamItems,
     times: StreamTimes,
     machine: Machine,
-    host_end: np.ndarray,
     rows: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
     """Fill in start, end, lane and transfer start of the calls that a stream issues."""
     start, end, lane, transfer = rows
     ops = unit.stretch.ops
-    comm = np.flatnonzero(items.code <= Code.COMM_ASYNC)
-    op = items.arg[comm]
+    op, at = _op_starts(unit, items, times.after_run, machine)
     event = ops.event[op] - unit.stretch.lo
-    previous = unit.op_previous[op]
-    at = np.maximum(times.after_run[comm], host_end[event])
-    at = np.where(previous >= 0, np.maximum(at, machine.values(previous)), at)
     first = unit.linked.first_slot[op]
     start[event], end[event] = at, machine.values(unit.op_slot[op])
     transfer[event] = np.maximum(at, machine.values(first) - machine.durations(first))
@@ -93,32 +120,61 @@ def _place_ops(
             column[parts] = column[row]
 
 
-def join(parts: list[OpTimes]) -> OpTimes:
+def _op_starts(
+    unit: Unit, items: StreamItems, after_run: np.ndarray, machine: Machine
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ops that a stream issues, when each comes to its communicator)."""
+    comm = np.flatnonzero(items.code <= Code.COMM_ASYNC)
+    op = items.arg[comm]
+    event = unit.stretch.ops.event[op]
+    base = np.array(machine.bases(unit))[np.searchsorted(_sync_events(unit), event, side="left")]
+    at = np.maximum(after_run[comm], base + unit.stretch.host_end_ns[event - unit.stretch.lo])
+    previous = unit.op_previous[op]
+    return op, np.where(previous >= 0, np.maximum(at, machine.values(previous)), at)
+
+
+T = TypeVar("T", OpTimes, CallStarts)
+
+
+def join(parts: list[T]) -> T:
     """Consecutive stretches as one."""
     if len(parts) == 1:
         return parts[0]
-    return OpTimes(**{f: np.concatenate([getattr(p, f) for p in parts]) for f in OpTimes.__struct_fields__})
+    kind = type(parts[0])
+    return kind(**{f: np.concatenate([getattr(p, f) for p in parts]) for f in kind.__struct_fields__})
 
 
-def stream_times(unit: Unit, items: StreamItems, machine: Machine) -> StreamTimes:
-    """Times of a stream's kernels and items."""
-    stretch = unit.stretch
-    durations = items.durations(stretch.prices.op_ns, stretch.program.events["ref"])
+def _runs(unit: Unit, items: StreamItems, machine: Machine) -> _Runs:
+    durations = items.durations(unit.stretch.prices.op_ns, unit.stretch.program.events["ref"])
     before = np.zeros(len(durations) + 1)
     np.cumsum(items.with_waits(durations), out=before[1:])
-    bases = np.array(machine.bases(unit))
-    syncs = _sync_events(unit)
     after = np.array(machine.trace(unit, items.stream))
     at_start = np.concatenate(([machine.start(unit, items.stream)], after[:-1]))
-    base_of_item = bases[np.searchsorted(syncs, items.event, side="left")]
+    base_of_item = np.array(machine.bases(unit))[
+        np.searchsorted(_sync_events(unit), items.event, side="left")
+    ]
     stop = np.append(items.first_kernel[1:], len(durations))
     # `issue_ns` of the run; -inf for an empty run leaves the stream where it was.
     after_run = np.maximum(
         at_start + (before[stop] - before[items.first_kernel]), base_of_item + items.issue_ns
     )
+    return _Runs(
+        durations=durations,
+        before=before,
+        stop=stop,
+        at_start=at_start,
+        after_run=after_run,
+        after_item=after,
+    )
 
+
+def stream_times(unit: Unit, items: StreamItems, machine: Machine) -> StreamTimes:
+    """Times of a stream's kernels and items."""
+    stretch = unit.stretch
+    runs = _runs(unit, items, machine)
+    durations, before, stop, at_start = runs.durations, runs.before, runs.stop, runs.at_start
     issued = (
-        bases[np.searchsorted(syncs, items.kernels, side="left")]
+        np.array(machine.bases(unit))[np.searchsorted(_sync_events(unit), items.kernels, side="left")]
         + stretch.host_end_ns[items.kernels - stretch.lo]
     )
     bound = issued - before[:-1]
@@ -131,8 +187,8 @@ def stream_times(unit: Unit, items: StreamItems, machine: Machine) -> StreamTime
         kernel_start=start,
         kernel_end=end,
         kernel_begin=start if items.wait is None else np.maximum(end - durations, start),
-        after_run=after_run,
-        after_item=after,
+        after_run=runs.after_run,
+        after_item=runs.after_item,
     )
 
 

@@ -122,7 +122,7 @@ def test_a_crash_in_one_slice_shows_rank_phase_and_the_scripts_traceback(place):
     done = place.run("train.py", "--crash-rank", 7, check=False)
     assert done.returncode == 1
     assert re.search(
-        r"prism: error: the slice of rank 7 crashed \(after iteration 1\): ValueError: a deliberate crash",
+        r"prism: error: the script failed as rank 7 \(after iteration 1\): ValueError: a deliberate crash",
         done.stderr,
     )
     tail = done.stderr[done.stderr.index("prism: error") :]
@@ -165,7 +165,7 @@ def test_a_script_that_exits(place):
     (place.path / "exits.py").write_text("import sys, torch\nprint('bye')\nsys.exit(3)\n")
     done = place.run("exits.py", check=False)
     assert done.returncode == 1
-    assert "rank 0 crashed (before the first iteration): the script exited with status 3" in done.stderr
+    assert "the script failed as rank 0 (before the first iteration): it exited with status 3" in done.stderr
 
 
 def test_a_killed_slice(place):

@@ -45,6 +45,18 @@ class TestCriticalPath:
                     "the host is the cause only where the stream idles"
                 )
 
+    def test_starts_of_calls_are_those_of_the_expanded_program(self, view):
+        for rank in range(view.world_size):
+            program, times = view.timed_program(rank)
+            calls = view.call_starts(rank)
+            rows = np.flatnonzero(program.events["kind"] == EventKind.COMM)
+            expected = {}
+            for work, start in zip(
+                program.events["value"][rows].tolist(), times.start_ns[rows].tolist(), strict=True
+            ):
+                expected[work] = min(start, expected.get(work, start))
+            assert dict(zip(calls.work.tolist(), calls.start_ns.tolist(), strict=True)) == expected
+
     def test_it_crosses_stages_where_a_stage_waits_for_another(self, view, insight):
         stages = {view.job.layout.coords(s.rank)["pp"] for s in insight.path.segments}
         assert stages == {0, 1}

@@ -87,7 +87,7 @@ def test_it_is_said_and_nothing_is_there_without_being_asked_for(
         "Apex is taken as installed on the cluster (--prism-apex)" in line for line in trained[0].assumptions
     )
     report, _ = run(tmp_path, apex=False)
-    assert report.status == "crashed"
+    assert report.status == "script_failed"
     assert "amp_C" in report.message
 
 

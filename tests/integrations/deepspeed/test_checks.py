@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from prism_plugins.errors import PrismError
 from prism_plugins.integrations.deepspeed import checks
@@ -243,3 +244,20 @@ def test_ranks_that_call_other_modules_than_rank_0_are_a_finding_and_the_script_
     (finding,) = session.context.findings
     assert (finding.kind, finding.severity, finding.ranks) == ("mismatch", "error", "0,2")
     assert "rank0: 7 rank2: 6" in finding.message
+
+
+def test_parameters_that_an_optimizer_does_not_have_are_one_line():
+    from deepspeed.runtime import engine as module
+
+    refuse = checks._refusing(None, module.DeepSpeedEngine._scheduler_from_config, module)
+
+    def engine(name, **params):
+        return SimpleNamespace(scheduler_name=lambda: name, scheduler_params=lambda: params)
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(PrismError, match=r"refuses this job \(engine.py:\d+\): .*does not recognize .*Nope"):
+        refuse(engine("Nope"), optimizer)
+    with pytest.raises(PrismError, match=r"unexpected keyword argument 'warmup'"):
+        refuse(engine("WarmupLR", warmup=1), optimizer)
+    with pytest.raises(TypeError, match="not an Optimizer"):  # Raised deeper than DeepSpeed's own call.
+        refuse(engine("ExponentialLR", gamma=0.9), "a mistake of the script's own")
