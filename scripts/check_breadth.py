@@ -208,8 +208,8 @@ def environment_with(requirement: str, folder: Path) -> tuple[str, Path, str]:
     version = sysconfig.get_python_version()
     own = folder / "lib" / f"python{version}" / "site-packages"
     # Read by the new interpreter when it starts: its own packages come first, then ours, and the .pth files of ours.
-    base = [*site.getsitepackages()]
-    (own / "base.pth").write_text(f"import site; [site.addsitedir(p) for p in {base!r}]\n")
+    lines = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]
+    (own / "base.pth").write_text("\n".join(lines) + "\n")
     pip = [sys.executable, "-m", "pip"]
     if subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode:
         found = shutil.which("pip")
