@@ -3,84 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import re
-from collections.abc import Callable, Sequence
+from pathlib import Path
 
-import msgspec
 import numpy as np
 from rich.console import Console
 
-from prism_plugins.checks.calls import call_text, few
-from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.cluster import Cluster
-from prism_plugins.costs.slow_links import CostsWithSlowLinks, SlowLink
+from prism_plugins.costs.slow_links import SlowLink
 from prism_plugins.emit.console import milliseconds
-from prism_plugins.emit.job_view import JobView
+from prism_plugins.emit.ranks import format_ranks
 from prism_plugins.errors import PrismError
-from prism_plugins.program.calls import phase_at
-from prism_plugins.program.infer import program_of
-from prism_plugins.program.job import JobPrograms, RankClass
-from prism_plugins.program.model import EventKind, Program
-from prism_plugins.simulate.disturbance import Disturbance
-from prism_plugins.simulate.engine import Simulation
-from prism_plugins.simulate.expand import CallStarts
-from prism_plugins.simulate.timeline import OpTimes
-from prism_plugins.simulate.vector import Failure, VectorMachine, VectorTimes
+from prism_plugins.fault_report import FaultReport, Faults, Waiting
+from prism_plugins.simulate.vector import Failure
 
 NCCL_TIMEOUT_S = 600
 """torch.distributed's default for NCCL groups: so long a hang lasts until the watchdog ends the job."""
-_SIGMAS = 5.0
-_SMALLEST = 0.05
-_TOP = 5
-_PATH = 12
-
-
-class Faults(msgspec.Struct, frozen=True, kw_only=True):
-    """What the flags ask for."""
-
-    slow_ranks: dict[int, float] = {}
-    slow_links: tuple[SlowLink, ...] = ()
-    jitter: float = 0.0
-    """Standard deviation of the ranks' speeds, as a fraction."""
-    seeds: int = 1
-    first_seed: int = 0
-    failure: Failure | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.slow_ranks or self.slow_links or self.jitter or self.failure)
-
-
-class PathPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A stretch of the critical path."""
-
-    rank: int
-    kind: str
-    what: str
-    start_ms: float
-    duration_ms: float
-
-
-class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the faults do to the job. Times in ms; stable keys for ``--json``."""
-
-    undisturbed_ms: float
-    iteration_ms: tuple[float, ...]
-    """By seed; empty when a rank fails."""
-    waited_for: tuple[tuple[int, float], ...] = ()
-    """(rank, time that others waited for it as the last to come, summed over ranks and calls), most first; of the first
-    seed."""
-    waiting_ms: float = 0.0
-    """Mean over ranks of the time in calls before the last member came; of the first seed."""
-    critical_path: tuple[PathPart, ...] = ()
-    """The longest stretches, in time order; without jitter."""
-    critical_path_ms: dict[str, float] = {}
-    """All of it by kind."""
-    stalled: tuple[tuple[str, float, str], ...] = ()
-    """(ranks, when they stop, what they wait in) of ranks that a failure stops."""
-    num_stalled: int = 0
-    seconds: float = 0.0
+_STALLS = 12
+_SMALL_SHARE = 0.02
+"""Of the waiting for the rank that is waited for most: less than that is left out."""
 
 
 def add_fault_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +36,8 @@ def add_fault_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seeds", type=int, default=1, metavar="N", help="draws of the jitter (default 1)")
     group.add_argument("--seed", type=int, default=0, metavar="S", help="the first of them (default 0)")
     group.add_argument("--fail", metavar="rank=R@T", help="rank R stops T (12ms, 0.5s) into the iteration")
+    group.add_argument("--critical-path", type=Path, metavar="FILE",
+                       help="write every op of the critical path there, as JSON lines (not with jitter or --fail)")  # fmt: skip
     group.add_argument(
         "--jobs", type=int, default=0, metavar="N", help="processes for seeds (default: cores)"
     )
@@ -168,197 +111,6 @@ def _failure(text: str | None, world_size: int) -> Failure | None:
     return Failure(rank=_rank("--fail", int(found[1]), world_size), at_ns=float(found[2]) * scale)
 
 
-# ── simulation ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def simulate_faults(
-    job: JobPrograms,
-    costs: CostModel,
-    cluster: Cluster,
-    faults: Faults,
-    *,
-    costs_of: Callable[[Cluster], CostModel],
-    jobs: int = 0,
-) -> FaultReport:
-    """Simulate the job without and with the faults. ``job`` without optimizer shards; ``costs_of`` prices on another
-    cluster.
-
-    Raises:
-        SimulationFault: the job would hang anyway.
-        PrismError: its ranks cannot have speeds of their own.
-    """
-    import time
-
-    began = time.perf_counter()
-    undisturbed = Simulation(job, costs).timeline.iteration_time_ns / 1e6
-    if faults.slow_links:
-        costs = CostsWithSlowLinks(costs, _slow_costs(faults.slow_links, cluster, costs_of), cluster)
-    simulation = Simulation(job, costs, Disturbance(slow_ranks=faults.slow_ranks))
-    spread = _SIGMAS * faults.jitter
-    bounds = (max(1 - spread, _SMALLEST), 1 + spread)
-    machine = simulation.vector_machine(bounds)
-    num_ranks = job.layout.world_size
-    draws = [
-        draw(faults.jitter, seed, num_ranks, bounds)
-        for seed in range(faults.first_seed, faults.first_seed + (faults.seeds if faults.jitter else 1))
-    ]
-    first = machine.run(draws[0], failure=faults.failure, explain=faults.failure is None)
-    report = FaultReport(
-        undisturbed_ms=undisturbed,
-        iteration_ms=(),
-        waited_for=_most(first.caused_ns / 1e6),
-        waiting_ms=float(first.waited_ns.mean()) / 1e6,
-    )
-    if faults.failure is not None:
-        stalled = _stalled(job, first, faults.failure)
-        report = msgspec.structs.replace(
-            report, stalled=stalled, num_stalled=int(np.isinf(first.finish_ns).sum())
-        )
-    else:
-        finish = [float(first.finish_ns.max()), *_finish_times(machine, draws[1:], jobs)]
-        report = msgspec.structs.replace(report, iteration_ms=tuple(t / 1e6 for t in finish))
-        if not faults.jitter:
-            parts, by_kind = _critical_path(job, costs, cluster, simulation)
-            report = msgspec.structs.replace(report, critical_path=parts, critical_path_ms=by_kind)
-    return msgspec.structs.replace(report, seconds=time.perf_counter() - began)
-
-
-def draw(jitter: float, seed: int, num_ranks: int, bounds: tuple[float, float]) -> np.ndarray:
-    """Factors of all ranks' kernels for one seed."""
-    return np.clip(np.random.default_rng(seed).normal(1.0, jitter, num_ranks), *bounds)
-
-
-def _slow_costs(
-    links: Sequence[SlowLink], cluster: Cluster, costs_of: Callable[[Cluster], CostModel]
-) -> dict[int, CostModel]:
-    by_factor: dict[float, CostModel] = {}
-    slow: dict[int, CostModel] = {}
-    for link in sorted(links, key=lambda x: -x.factor):
-        if link.factor not in by_factor:
-            node = msgspec.structs.replace(
-                cluster.node, nic_bytes_per_s=cluster.node.nic_bytes_per_s * link.factor
-            )
-            by_factor[link.factor] = costs_of(msgspec.structs.replace(cluster, node=node))
-        slow.update(dict.fromkeys(link.ranks(cluster), by_factor[link.factor]))
-    return slow
-
-
-_shared: tuple[VectorMachine, list[np.ndarray]] | None = None
-"""What forked workers inherit."""
-
-
-def _finish_times(machine: VectorMachine, draws: list[np.ndarray], jobs: int) -> list[float]:
-    global _shared
-    workers = min(jobs or os.cpu_count() or 1, len(draws))
-    if workers < 2:
-        return [float(machine.run(factors).finish_ns.max()) for factors in draws]
-    _shared = (machine, draws)
-    try:
-        with multiprocessing.get_context("fork").Pool(workers) as pool:
-            return pool.map(_finish_of, range(len(draws)), chunksize=1)
-    finally:
-        _shared = None
-
-
-def _finish_of(index: int) -> float:
-    assert _shared is not None
-    machine, draws = _shared
-    return float(machine.run(draws[index]).finish_ns.max())
-
-
-def _most(caused_ms: np.ndarray) -> tuple[tuple[int, float], ...]:
-    order = np.argsort(-caused_ms, kind="stable")[:_TOP]
-    return tuple((int(rank), float(caused_ms[rank])) for rank in order if caused_ms[rank] > 0)
-
-
-def _stalled(job: JobPrograms, times: VectorTimes, failure: Failure) -> tuple[tuple[str, float, str], ...]:
-    """Stalled ranks by what they wait in, those that stop first before the others."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for rank in np.flatnonzero(np.isinf(times.finish_ns)).tolist():
-        if rank != failure.rank:
-            groups.setdefault((job.class_of(rank), int(times.stalled_event[rank])), []).append(rank)
-    found = []
-    for (_, event), ranks in groups.items():
-        program = program_of(job, ranks[0])
-        what = "its host waits"
-        if 0 <= event < len(program.events):
-            what = f"phase {phase_at(program, event)}"
-            if program.events["kind"][event] == EventKind.COMM:
-                comm = program.comms[int(program.events["ref"][event])]
-                group = program.groups[comm.group]
-                what = f"{call_text(comm)} in {group.desc or group.name}, {what}"
-        when = float(np.nanmin(times.stalled_ns[ranks])) / 1e6
-        found.append((few(ranks), when, what))
-    return tuple(sorted(found, key=lambda entry: entry[1]))
-
-
-class _DisturbedView(JobView, frozen=True, kw_only=True):
-    """A job whose classes were split where the faults make ranks differ."""
-
-    simulation: Simulation
-    whole: JobPrograms
-
-    def program(self, rank: int) -> Program:
-        """The program of a rank."""
-        return program_of(self.whole, rank)
-
-    def timed_program(self, rank: int) -> tuple[Program, OpTimes]:
-        """The program of a rank and its times with the faults."""
-        return self.program(rank), self.simulation.op_times(rank)
-
-    def call_starts(self, rank: int) -> CallStarts:
-        """When a rank comes to each of its calls, with the faults."""
-        return self.simulation.call_starts(rank)
-
-    def cell_of_rank(self) -> np.ndarray:
-        """Which ranks have the same times, with the faults."""
-        return self.simulation.cell_of_rank
-
-
-def _split(job: JobPrograms, simulation: Simulation) -> JobPrograms:
-    """A class for each set of ranks with equal times."""
-    classes = tuple(
-        RankClass(
-            name=job.classes[cell.class_index].name,
-            ranks=cell.ranks,
-            representative=int(cell.ranks[0]),
-            exemplar=cell.program,
-        )
-        for cell in simulation.cells
-    )
-    return msgspec.structs.replace(job, classes=classes)
-
-
-def _critical_path(
-    job: JobPrograms, costs: CostModel, cluster: Cluster, simulation: Simulation
-) -> tuple[tuple[PathPart, ...], dict[str, float]]:
-    from prism_plugins.report.critical_path import critical_path
-    from prism_plugins.report.rank_spans import RankSpans
-
-    view = _DisturbedView(
-        simulation=simulation,
-        whole=job,
-        job=_split(job, simulation),
-        costs=costs,
-        timeline=simulation.timeline,
-        gpu=cluster.gpu_facts(),
-        gpus_per_node=cluster.gpus_per_node,
-    )
-    path = critical_path(RankSpans(view))
-    longest = sorted(path.segments, key=lambda s: s.start_ns - s.end_ns)[:_PATH]
-    parts = tuple(
-        PathPart(
-            rank=s.rank,
-            kind=s.kind,
-            what=s.what,
-            start_ms=s.start_ns / 1e6,
-            duration_ms=(s.end_ns - s.start_ns) / 1e6,
-        )
-        for s in sorted(longest, key=lambda s: s.start_ns)
-    )
-    return parts, path.by_kind_ms
-
-
 # ── for people ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -379,27 +131,51 @@ def print_report(report: FaultReport, console: Console, *, world_size: int) -> N
                 f"max {milliseconds(float(times.max()))}, standard deviation {milliseconds(float(times.std(ddof=1)))}"
             )
         console.print(
-            f"waiting                each rank waits {milliseconds(report.waiting_ms)} for others, on average"
+            f"waiting                each rank waits {milliseconds(report.waiting_ms)} for others, on average; most for"
         )
-        for rank, caused in report.waited_for:
-            console.print(f"  for rank {rank:<12} {milliseconds(caused)} in all, of all ranks together")
+        for waiting in report.waited_for:
+            if waiting.total_ms >= _SMALL_SHARE * report.waited_for[0].total_ms:
+                _print_waiting(waiting, console, world_size=world_size)
     if report.critical_path:
-        by_kind = ", ".join(
-            f"{kind} {milliseconds(ms)}" for kind, ms in report.critical_path_ms.items() if ms > 0
-        )
-        console.print(f"critical path          {by_kind}; its longest stretches:")
-        for part in report.critical_path:
-            console.print(
-                f"  {milliseconds(part.start_ms):>12}  rank {part.rank}: {part.kind} {part.what} "
-                f"{milliseconds(part.duration_ms)}"
-            )
+        _print_path(report, console)
     if report.num_stalled:
         lost = NCCL_TIMEOUT_S * world_size / 3600
         console.print(
             f"the iteration never ends: {report.num_stalled} of {world_size} ranks stop. NCCL's watchdog ends the job after "
             f"{NCCL_TIMEOUT_S} s by default: {lost:,.1f} GPU hours until then"
         )
-        for ranks, when, what in report.stalled[:_PATH]:
-            console.print(f"  {milliseconds(when):>12}  ranks {ranks} wait in {what}")
-        if len(report.stalled) > _PATH:
-            console.print(f"  and {len(report.stalled) - _PATH} more groups of ranks")
+        for stall in report.stalled[:_STALLS]:
+            ranks = f"{'rank' if len(stall.ranks) == 1 else 'ranks'} {format_ranks(stall.ranks, max_runs=4)}"
+            verb = "stops in" if stall.distance == 0 else "wait in" if len(stall.ranks) > 1 else "waits in"
+            far = {-1: "for its own streams", 0: "fails", 1: "for it"}.get(
+                stall.distance, f"{stall.distance} calls away"
+            )
+            console.print(f"  {milliseconds(stall.at_ms):>12}  {far}: {ranks} {verb} {stall.what}")
+        if len(report.stalled) > _STALLS:
+            console.print(f"  and {len(report.stalled) - _STALLS} more groups of ranks (--json lists them)")
+
+
+def _print_waiting(waiting: Waiting, console: Console, *, world_size: int) -> None:
+    groups = ", ".join(
+        f"{milliseconds(ms / world_size)} in {label}" for label, ms in list(waiting.in_groups.items())[:3]
+    )
+    console.print(
+        f"  rank {waiting.rank}: {milliseconds(waiting.total_ms / world_size)} of each rank, on average ({groups})"
+    )
+    for ranks, each in waiting.by_ranks:
+        console.print(f"      {milliseconds(each):>12} each: ranks {ranks}")
+
+
+def _print_path(report: FaultReport, console: Console) -> None:
+    by_kind = ", ".join(
+        f"{kind} {milliseconds(ms)}" for kind, ms in report.critical_path_ms.items() if ms > 0
+    )
+    console.print(f"critical path          {by_kind}")
+    ranks = ", ".join(f"rank {rank} {milliseconds(ms)}" for rank, ms in report.critical_path_ranks)
+    console.print(f"  it runs most on      {ranks}")
+    console.print("  ops that take most of it (--critical-path FILE writes all, in order):")
+    for total in report.critical_path:
+        group = f" in {total.group}" if total.group else ""
+        console.print(
+            f"  {milliseconds(total.duration_ms):>12}  {total.times:>6} x {total.kind}{group}: {total.name}"
+        )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 from rich.table import Table
 
 from prism_plugins import __version__
-from prism_plugins.cli_faults import add_fault_arguments, parse_faults, print_report, simulate_faults
+from prism_plugins.cli_faults import add_fault_arguments, parse_faults, print_report
 from prism_plugins.cli_run import add_run_argument, check_finished, load_job, open_run
 from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.calibration import Calibration
@@ -29,6 +29,7 @@ from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.memory import communicators_of
 from prism_plugins.program.prediction import ClassMemory, Prediction
 from prism_plugins.program.slices import SliceReport
+from prism_plugins.report.path_ops import PathOp
 from prism_plugins.rundir import RunDir
 from prism_plugins.simulate.timeline import Timeline
 
@@ -100,8 +101,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run_faults(arguments: argparse.Namespace) -> int:
     from prism_plugins import stages
+    from prism_plugins.fault_report import simulate_faults
     from prism_plugins.simulate.faults import SimulationFault
 
+    if arguments.critical_path and (arguments.jitter or arguments.fail):
+        raise PrismError("--critical-path: with --jitter or --fail there is none")
     rundir = open_run(arguments.run_directory)
     gc.disable()
     job, reports, info = load_job(rundir, with_shards=False)
@@ -120,7 +124,15 @@ def _run_faults(arguments: argparse.Namespace) -> int:
 
     try:
         report = simulate_faults(
-            job, costs_of(cluster), cluster, faults, costs_of=costs_of, jobs=arguments.jobs
+            job,
+            costs_of(cluster),
+            cluster,
+            faults,
+            costs_of=costs_of,
+            jobs=arguments.jobs,
+            on_path=lambda ops: (
+                _write_path(arguments.critical_path, ops) if arguments.critical_path else None
+            ),
         )
     except SimulationFault as fault:
         raise PrismError(f"there are no times, the job would not run: {fault.message}") from None
@@ -135,6 +147,12 @@ def _run_faults(arguments: argparse.Namespace) -> int:
     else:
         print_report(report, make_console(sys.stdout), world_size=world_size)
     return 0
+
+
+def _write_path(path: Path, ops: Iterator[PathOp]) -> None:
+    encoder = msgspec.json.Encoder()
+    with replaced_file(path) as file:
+        file.writelines(encoder.encode(op) + b"\n" for op in ops)
 
 
 def reprice(rundir: RunDir, then: Prediction, cluster: Cluster) -> Prediction:

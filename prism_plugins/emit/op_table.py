@@ -55,11 +55,11 @@ def op_rows(program: Program, times: OpTimes, *, only_comm: bool = False, phase:
     wanted = kinds == EventKind.COMM
     if not only_comm:
         wanted |= kinds == EventKind.KERNEL
-    phase_of_row = _phase_of_row(program)
+    owner = phase_of_row(program)
     phase_names = [*(phase_name(p) for p in program.phases), ""]
     if phase:
         keep = np.array([phase.lower() in name.lower() for name in phase_names])
-        wanted &= keep[phase_of_row]
+        wanted &= keep[owner]
     op_fields = [_op_fields(signature) for signature in program.signatures]
     comm_fields = [_comm_fields(signature, program) for signature in program.comms]
     lane_names = {lane: _lane_name(program, lane) for lane in np.unique(times.lane).tolist()}
@@ -71,7 +71,7 @@ def op_rows(program: Program, times: OpTimes, *, only_comm: bool = False, phase:
         extra = {"is_async": bool(flags & EventFlag.ASYNC), "work": value} if is_comm else {}
         yield OpRow(
             index=row,
-            phase=phase_names[int(phase_of_row[row])],
+            phase=phase_names[int(owner[row])],
             stream=lane_names[lane],
             start_us=round(start / 1e3, 3),
             duration_us=round((end - start) / 1e3, 3),
@@ -93,7 +93,7 @@ def _lane_name(program: Program, lane: int) -> str:
     return f"nccl:{communicator.group.name}" + (f":{communicator.peer}" if communicator.peer >= 0 else "")
 
 
-def _phase_of_row(program: Program) -> np.ndarray:
+def phase_of_row(program: Program) -> np.ndarray:
     """Index into ``phases`` for every row, or the number of phases outside any."""
     owner = np.full(len(program.events), len(program.phases), dtype=np.int64)
     refs = program.events["ref"]

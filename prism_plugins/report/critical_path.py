@@ -39,6 +39,9 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """``compute``, ``optimizer``, ``communication``, ``host`` or ``wait`` (a cause that was not found)."""
     what: str
     """Dimensions of the group for communication; empty elsewhere."""
+    spans: tuple[int, ...] = ()
+    """The device spans it consists of, in time order: indices into those of the rank (:class:`RankSpans`). None where the host
+    is the cause."""
 
 
 class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +167,7 @@ class _Walk:
         self.view = ranks.view
         self._spans = ranks
         self.ranks: dict[int, _Rank] = {}
-        self.parts: list[tuple[int, float, float, str, str]] = []
+        self.parts: list[tuple[int, float, float, str, str, tuple[int, ...]]] = []
         self.families: dict[str, float] = {}
         self._calls: dict[int, _Calls] = {}
         self._dims: dict[tuple[int, ...], str] = {}
@@ -196,7 +199,7 @@ class _Walk:
                 rank, t, row = self._comm(here, rank, span, t)
             else:
                 t, row = self._kernels(here, rank, span, t)
-        self.parts.append((rank, 0.0, t, "wait", ""))
+        self.parts.append((rank, 0.0, t, "wait", "", ()))
 
     def _kernels(self, here: _Rank, rank: int, span: int, t: float) -> tuple[float, int]:
         """A run of back-to-back kernels, to its start."""
@@ -217,7 +220,7 @@ class _Walk:
         for low, high in reversed(list(itertools.pairwise(bounds))):
             begin, end = float(spans.start_ns[index[low]]), float(spans.end_ns[index[high - 1]])
             kind = "optimizer" if optimizer[low] else "compute"
-            self.parts.append((rank, begin, min(end, t), kind, ""))
+            self.parts.append((rank, begin, min(end, t), kind, "", tuple(index[low:high].tolist())))
             t = begin
         return t, int(spans.row[index[0]])
 
@@ -237,9 +240,9 @@ class _Walk:
             moving = max(moving, at) if peer != rank else moving
         elif moving - start > _SAME_NS:
             peer, at, row = self._last_to_come(here, rank, span, moving)
-        self.parts.append((rank, moving, t, "communication", dims))
+        self.parts.append((rank, moving, t, "communication", dims, (span,)))
         if peer == rank and moving - start > _SAME_NS:
-            self.parts.append((rank, start, moving, "wait", dims))
+            self.parts.append((rank, start, moving, "wait", dims, (span,)))
             at = start
         return peer, min(at, moving), row
 
@@ -278,25 +281,27 @@ class _Walk:
             blocked_by = here.ended_before(resumed, sync)
             if blocked_by >= 0 and float(here.spans.end_ns[blocked_by]) > float(times.host_ns[sync]):
                 done = float(here.spans.end_ns[blocked_by])
-                self.parts.append((rank, done, t, "host", ""))
+                self.parts.append((rank, done, t, "host", "", ()))
                 return done, sync
             k -= 1
-        self.parts.append((rank, 0.0, t, "host", ""))
+        self.parts.append((rank, 0.0, t, "host", "", ()))
         return 0.0, -1
 
     def result(self) -> CriticalPath:
         segments: list[Segment] = []
         by_kind: dict[str, float] = {}
-        for rank, start, end, kind, what in reversed(self.parts):
-            if end <= start:
-                continue
+        for (rank, kind, what), parts in itertools.groupby(
+            (part for part in reversed(self.parts) if part[2] > part[1]), key=lambda p: (p[0], p[3], p[4])
+        ):
+            joined = list(parts)
             name = f"{kind} {what}".strip()
-            by_kind[name] = by_kind.get(name, 0.0) + (end - start) / 1e6
-            last = segments[-1] if segments else None
-            if last is not None and (last.rank, last.kind, last.what) == (rank, kind, what):
-                segments[-1] = msgspec.structs.replace(last, end_ns=end)
-            else:
-                segments.append(Segment(rank=rank, start_ns=start, end_ns=end, kind=kind, what=what))
+            by_kind[name] = by_kind.get(name, 0.0) + sum(end - start for _, start, end, *_ in joined) / 1e6
+            spans = tuple(itertools.chain.from_iterable(part[5] for part in joined))
+            segments.append(
+                Segment(
+                    rank=rank, start_ns=joined[0][1], end_ns=joined[-1][2], kind=kind, what=what, spans=spans
+                )
+            )
         return CriticalPath(
             segments=tuple(segments),
             by_kind_ms=dict(sorted(by_kind.items(), key=lambda item: -item[1])),

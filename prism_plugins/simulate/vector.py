@@ -51,10 +51,16 @@ class VectorTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Time in collectives and messages before the last member came."""
     caused_ns: np.ndarray
     """Time that others waited for this rank as the last to come."""
+    caused_of_class: np.ndarray
+    """The same by who waited, shape (ranks, classes of the job)."""
+    caused_in: dict[str, np.ndarray]
+    """The same by the group of the calls, as its description names it."""
     stalled_ns: np.ndarray
     """Last time at which the rank did something; NaN for ranks that finish."""
     stalled_event: np.ndarray
-    """Event of its program at which it waits for ever; -1."""
+    """Event of its program at which it waits for ever: of the first call where there is one; -1."""
+    failed_event: int = -1
+    """Where the failing rank stops."""
 
 
 class _Vector:
@@ -62,6 +68,7 @@ class _Vector:
 
     def __init__(self, unit: Unit) -> None:
         self.ranks = unit.cell.ranks
+        self.class_index = unit.cell.class_index
         self.index: dict[int, _Members] = {}
         """Channel number → which communicator each rank belongs to."""
 
@@ -113,9 +120,16 @@ class VectorMachine:
             np.arange(len(layer.channels)), np.diff(layer.first_of_channel).astype(np.int64)
         )
         self._num_instances = [0] * len(layer.channels)
+        self._labels = [self._label(channel) for channel in layer.channels]
+        self._num_classes = 1 + max(cell.class_index for cell in layer.quotient.cells)
         self._vectors = {id(unit): _Vector(unit) for unit in low[1]}
         for number, channel in enumerate(layer.channels):
             self._instances(number, channel, low[1])
+
+    def _label(self, channel: tuple) -> str:
+        cell, index = self._layer.quotient.members[channel[0]][0]
+        group = self._layer.quotient.cells[cell].program.groups[index]
+        return group.desc or group.name
 
     @staticmethod
     def _machine(layer: Layer, units: list[Unit], factor: float) -> tuple[Machine, list[Unit]]:
@@ -190,8 +204,13 @@ class _Run:
         self.come: dict[int, list[tuple[_Vector, _Members, np.ndarray]]] = {}
         num_ranks = len(share)
         self.waited, self.caused = np.zeros(num_ranks), np.zeros(num_ranks)
+        self.caused_of_class = np.zeros((num_ranks if explain else 0) * machine._num_classes)
+        self.caused_in: dict[str, np.ndarray] = {}
         self.last_seen = np.zeros(num_ranks)
         self.stalled_event = np.full(num_ranks, -1, dtype=np.int64)
+        self.called = np.full(num_ranks, np.inf)
+        """When the call was made that the stalled event is."""
+        self.failed_event, self.failed_ns = -1, np.inf
         self.processes = [
             _VectorProcess(a, b, machine._vectors[id(a.unit)], share, failure)
             for a, b in zip(low._processes, high._processes, strict=True)
@@ -216,8 +235,11 @@ class _Run:
             finish_ns=finish,
             waited_ns=self.waited,
             caused_ns=self.caused,
+            caused_of_class=self.caused_of_class.reshape(-1, self.m._num_classes),
+            caused_in=self.caused_in,
             stalled_ns=np.where(stuck, self.last_seen, np.nan),
             stalled_event=self.stalled_event,
+            failed_event=self.failed_event,
         )
 
     # slots
@@ -269,18 +291,23 @@ class _Run:
 
     def account(self, slot: int, latest: np.ndarray) -> None:
         last = np.full(len(latest), -1, dtype=np.int64)
-        waits = np.zeros(len(latest))
+        waits: list[tuple[_Vector, _Members, np.ndarray]] = []
         for vector, members, at in self.come.pop(slot):
             came = latest[members.instance]
-            with np.errstate(invalid="ignore"):
-                wait = came - at
-            if self.failure is not None:  # nobody waits for who never comes
-                wait[~np.isfinite(wait)] = 0.0
+            wait = came - at
             self.waited[vector.ranks] += wait
-            np.add.at(waits, members.instance, wait)
             is_last = at >= came
             last[members.instance[is_last]] = vector.ranks[is_last]
-        np.add.at(self.caused, last[last >= 0], waits[last >= 0])
+            waits.append((vector, members, wait))
+        label = self.m._labels[int(self.m._channel_of_slot[slot])]
+        caused_in = self.caused_in.get(label)
+        if caused_in is None:
+            caused_in = self.caused_in[label] = np.zeros(len(self.caused))
+        for vector, members, wait in waits:
+            culprit = last[members.instance]
+            np.add.at(self.caused, culprit, wait)
+            np.add.at(caused_in, culprit, wait)
+            np.add.at(self.caused_of_class, culprit * self.m._num_classes + vector.class_index, wait)
 
     def batch(
         self, p: _VectorProcess, slot: int, parts: tuple[int, ...], at: np.ndarray
@@ -335,7 +362,8 @@ class _Run:
                     now = np.maximum(now, p.base + (issue + p.share * issue_more))
             else:
                 now, p.pending = p.pending, None
-            now = p.failing(now)
+            if len(p.failed):
+                now = self.failing(p, now)
             wait = -1
             if code == _SYNC:
                 if not p.issued:
@@ -387,7 +415,7 @@ class _Run:
                 if end is None:
                     return self.block(p, wait, now)
                 if self.failure is not None:
-                    self.note(p, now, end)
+                    self.note(p, wait, now, end)
                 now = np.maximum(now, end)
             p.issued = False
             p.now = now
@@ -398,15 +426,30 @@ class _Run:
         p.pending = now
         self.waiters[slot].append(p)
 
-    def note(self, p: _VectorProcess, now: np.ndarray, end: np.ndarray) -> None:
+    def failing(self, p: _VectorProcess, now: np.ndarray) -> np.ndarray:
+        """A failed rank comes to nothing any more."""
+        own = p.failed[0]
+        if now[own] > p.fail_at:
+            if p.process.stream >= 0 and now[own] < self.failed_ns:
+                self.failed_ns, self.failed_event = float(now[own]), p.event_of(p.index)
+            now = now.copy()
+            now[own] = np.inf
+        return now
+
+    def note(self, p: _VectorProcess, slot: int, now: np.ndarray, end: np.ndarray) -> None:
         """Remember where ranks begin to wait for ever."""
-        ranks = p.vector.ranks
         stuck = np.isinf(end) & np.isfinite(now)
-        if stuck.any():
-            fresh = ranks[stuck]
-            self.last_seen[fresh] = np.maximum(self.last_seen[fresh], now[stuck])
-            first = fresh[self.stalled_event[fresh] < 0]
-            self.stalled_event[first] = p.event_of(p.index)
+        if not stuck.any():
+            return
+        fresh, since = p.vector.ranks[stuck], now[stuck]
+        self.last_seen[fresh] = np.maximum(self.last_seen[fresh], since)
+        call = p.call_of(slot)
+        if call >= 0:
+            earlier = since < self.called[fresh]
+            self.called[fresh[earlier]] = since[earlier]
+            self.stalled_event[fresh[earlier]] = call
+        else:
+            self.stalled_event[fresh[self.stalled_event[fresh] < 0]] = p.event_of(p.index)
 
 
 class _VectorProcess:
@@ -436,12 +479,11 @@ class _VectorProcess:
             self.failed = np.flatnonzero(vector.ranks == failure.rank)
             self.fail_at = failure.at_ns
 
-    def failing(self, now: np.ndarray) -> np.ndarray:
-        """A failed rank comes to nothing any more."""
-        if len(self.failed) and now[self.failed[0]] > self.fail_at:
-            now = now.copy()
-            now[self.failed[0]] = np.inf
-        return now
+    def call_of(self, slot: int) -> int:
+        """The event of the call that ends in this slot; -1 for none of the unit's calls."""
+        unit = self.process.unit
+        op = np.flatnonzero(unit.op_slot == slot)
+        return int(unit.stretch.ops.event[op[0]]) if len(op) else -1
 
     def event_of(self, index: int) -> int:
         """The event of an item."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -17,12 +18,37 @@ def report(capsys, *words: str) -> dict:
 def test_a_slow_rank_and_who_waits_for_it(run, capsys):
     found = report(capsys, "--slow-rank", "1=3")
     assert found["iteration_ms"][0] > found["undisturbed_ms"]
-    assert found["waited_for"][0][0] == 1
+    assert found["waited_for"][0]["rank"] == 1
     assert sum(found["critical_path_ms"].values()) == pytest.approx(found["iteration_ms"][0], rel=1e-6)
     assert main(("what-if", "latest", "--slow-rank", "1=3")) == 0
     text = capsys.readouterr().out
-    assert "for rank 1 " in text
+    assert "rank 1: " in text
     assert "critical path" in text
+
+
+def test_who_waits_sums_up(run, capsys):
+    first = report(capsys, "--slow-rank", "1=3")["waited_for"][0]
+    assert sum(first["in_groups"].values()) == pytest.approx(first["total_ms"])
+    assert first["by_ranks"][0][1] == max(each for _, each in first["by_ranks"])
+
+
+def test_the_critical_path_is_written_op_by_op(run, capsys, tmp_path):
+    file = tmp_path / "path.jsonl"
+    found = report(capsys, "--slow-rank", "1=3", "--critical-path", str(file))
+    ops = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sum(op["duration_ms"] for op in ops) == pytest.approx(found["iteration_ms"][0], rel=1e-6)
+    for before, after in itertools.pairwise(ops):
+        assert after["start_ms"] == pytest.approx(before["start_ms"] + before["duration_ms"], abs=1e-6)
+    by_rank = {}
+    for op in ops:
+        by_rank[op["rank"]] = by_rank.get(op["rank"], 0.0) + op["duration_ms"]
+    assert max(by_rank, key=by_rank.get) == found["critical_path_ranks"][0][0] == 1
+    names = {op["name"] for op in ops if op["kind"] == "compute"}
+    assert any("mm" in name and "[" in name for name in names)
+    called = [op for op in ops if op["kind"] == "communication"]
+    assert all(op["group"] and op["phase"] for op in called)
+    assert main(("what-if", "latest", "--jitter", "3%", "--critical-path", str(file))) == 2
+    assert "there is none" in capsys.readouterr().err
 
 
 def test_seeds_are_a_distribution_and_repeat(run, capsys):
@@ -36,8 +62,13 @@ def test_seeds_are_a_distribution_and_repeat(run, capsys):
 def test_a_rank_that_fails_stops_the_others(run, capsys):
     found = report(capsys, "--fail", "rank=0@1us")
     assert found["iteration_ms"] == []
-    assert found["num_stalled"] > 1
-    assert any("in" in what or "waits" in what for _, _, what in found["stalled"])
+    assert found["num_stalled"] == sum(len(stall["ranks"]) for stall in found["stalled"])
+    failed, first, *_ = found["stalled"]
+    assert (failed["distance"], failed["ranks"]) == (0, [0])
+    assert first["distance"] == 1
+    assert " in " in first["what"]
+    assert main(("what-if", "latest", "--fail", "rank=0@1us")) == 0
+    assert "fails: rank 0 stops in phase" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
