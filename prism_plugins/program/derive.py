@@ -194,9 +194,7 @@ class CapturedStage:
         late = self._late.on(timetable, numbers)
         units = [self._unit(unit, timetable, numbers, late) for unit in range(timetable.num_units)]
         late.keep(units)
-        # As plain bytes: promoting the fields of a structured type costs more than the copying.
-        pieces = [np.ascontiguousarray(piece).view("V16") for piece in _without_surplus(units)]
-        events = np.concatenate(pieces).view(EVENT_DTYPE)
+        events = _without_surplus(units)
         if self._work is None:
             self._work = _Work(program.events)
         self._work.check(_Work(events))
@@ -309,16 +307,25 @@ def _abstract(event: tuple[int, int, int, int, int], what: object) -> tuple:
     return event if what == -1 else (kind, flags, stream, what, value)
 
 
-def _without_surplus(units: list[Unit]) -> list[np.ndarray]:
-    """Drop releases found by walking back of tokens that are released later: something holds them longer."""
-    released = np.concatenate([u.events["ref"][u.events["kind"] == EventKind.FREE] for u in units])
-    ids, counts = np.unique(released, return_counts=True)
-    repeated = {(TokenKind.ALLOCATION, id) for id in ids[counts > 1].tolist()}
+def _without_surplus(units: list[Unit]) -> np.ndarray:
+    """All events but the releases, found by walking back, of tokens that are released later: something holds them longer."""
+    events = _joined([unit.events for unit in units])
+    released = events["ref"][events["kind"] == EventKind.FREE].astype(np.int64)
+    places = np.arange(len(released))
+    first = _Table(released, places).of(released)
+    repeated = {(TokenKind.ALLOCATION, id) for id in released[first != places].tolist()}
+    if not repeated:
+        return events
     kept = []
     for unit in units:
         surplus = [found.row for found in unit.found if found.key in repeated]
         kept.append(np.delete(unit.events, surplus) if surplus else unit.events)
-    return kept
+    return _joined(kept)
+
+
+def _joined(pieces: list[np.ndarray]) -> np.ndarray:
+    """As plain bytes: promoting the fields of a structured type costs more than the copying."""
+    return np.concatenate([np.ascontiguousarray(piece).view("V16") for piece in pieces]).view(EVENT_DTYPE)
 
 
 def _issue_in_order(events: np.ndarray, captured: Phase, target: Phase) -> None:
@@ -351,9 +358,16 @@ class _Work:
     """What a program does in all, whatever the order, to be compared with another stage's."""
 
     def __init__(self, events: np.ndarray) -> None:
-        self._done = [np.sort(events[column][events["kind"] == kind]) for kind, column, _ in _DONE]
-        self._from_before = [_from_before(events, *row) for row in _MADE]
-        self._live_at_end = _live_at_end(events)
+        kind = np.ascontiguousarray(events["kind"])
+        ref, value = (np.ascontiguousarray(events[column]).astype(np.int64) for column in ("ref", "value"))
+        columns = {"ref": ref, "value": value, "stream": np.ascontiguousarray(events["stream"])}
+        at = {k: np.flatnonzero(kind == k) for k in _KINDS}
+        self._done = [_multiset(columns[column][at[k]]) for k, column, _ in _DONE]
+        self._from_before = []
+        for makes, column, needs, what in _MADE:
+            made, needed = (at[makes], columns[column][at[makes]]), (at[needs], ref[at[needs]])
+            self._from_before.append(_from_before(made, needed, makes == EventKind.ALLOC, what))
+        self._live_at_end = _missing_in(ref[at[EventKind.ALLOC]], ref[at[EventKind.FREE]])
 
     def check(self, derived: _Work) -> None:
         """Raise unless the derived program does the same."""
@@ -382,35 +396,74 @@ _MADE = (
     (EventKind.COMM, "value", EventKind.WORK_WAIT, "communication"),
     (EventKind.EVENT_RECORD, "ref", EventKind.EVENT_WAIT, "event"),
 )
+_KINDS = {k for row in (*_DONE, *_MADE) for k in row if isinstance(k, EventKind)}
 
 
 def _from_before(
-    events: np.ndarray, makes: EventKind, column: str, needs: EventKind, what: str
+    made: tuple[np.ndarray, np.ndarray], needed: tuple[np.ndarray, np.ndarray], once: bool, what: str
 ) -> np.ndarray:
-    """Numbers that are needed but not made in the iteration. Raises when one that is made is needed before, or an
-    allocation is made or released twice."""
-    made_at = np.flatnonzero(events["kind"] == makes)
-    made, first = np.unique(events[column][made_at].astype(np.int64), return_index=True)
-    needed_at = np.flatnonzero(events["kind"] == needs)
-    needed = events["ref"][needed_at].astype(np.int64)
-    if makes == EventKind.ALLOC and (len(made) != len(made_at) or len(_distinct(needed)) != len(needed)):
+    """Numbers that are needed but not made in the iteration; ``made`` and ``needed`` are (events, numbers). Raises when one
+    that is made is needed before or, with ``once``, is made or needed twice."""
+    (made_at, makes), (needed_at, needs) = made, needed
+    if once and not (_all_distinct(makes) and _all_distinct(needs)):
         raise CannotDeriveError(f"the derived program makes or releases an {what} twice")
-    where = np.searchsorted(made, needed)
-    known = np.zeros(len(needed), dtype=bool)
-    if len(made):
-        known = made[np.minimum(where, len(made) - 1)] == needed
-    if np.any(made_at[first[where[known]]] > needed_at[known]):
+    table = _Table(makes, made_at)
+    when = table.of(needs)
+    if np.any(when > needed_at):
         raise CannotDeriveError(f"the derived program needs an {what} before it is made")
-    return _distinct(needed[~known])
+    return _distinct(needs[when < 0])
 
 
-def _distinct(values: np.ndarray) -> np.ndarray:
-    """Sorted distinct values. By sorting: the hash table of ``np.unique`` takes ten times as long on these columns."""
-    values = np.sort(values)
-    return values[np.append(True, values[1:] != values[:-1])] if len(values) else values
+class _Table:
+    """Numbers → where each comes first, -1 for others. By a table where the numbers are dense: sorting and hashing take ten times
+    as long on these columns."""
+
+    _SPREAD = 16
+
+    def __init__(self, numbers: np.ndarray, where: np.ndarray) -> None:
+        self._low = int(numbers.min(initial=0))
+        spread = int(numbers.max(initial=0)) - self._low + 1
+        self._dense = spread <= self._SPREAD * len(numbers) + 1024
+        if self._dense:
+            self._where = np.full(spread, -1, dtype=np.int64)
+            self._where[numbers[::-1] - self._low] = where[
+                ::-1
+            ]  # of equal numbers the last one written stays
+        else:
+            self._numbers, first = np.unique(numbers, return_index=True)
+            self._where = where[first]
+
+    def of(self, numbers: np.ndarray) -> np.ndarray:
+        """Where each number comes first."""
+        if not len(self._where):
+            return np.full(len(numbers), -1, dtype=np.int64)
+        if self._dense:
+            at = numbers - self._low
+            known = (at >= 0) & (at < len(self._where))
+        else:
+            at = np.searchsorted(self._numbers, numbers)
+            known = self._numbers[np.minimum(at, len(self._where) - 1)] == numbers
+        return np.where(known, self._where[np.clip(at, 0, len(self._where) - 1)], -1)
 
 
-def _live_at_end(events: np.ndarray) -> np.ndarray:
-    made = events["ref"][events["kind"] == EventKind.ALLOC]
-    freed = events["ref"][events["kind"] == EventKind.FREE]
-    return np.setdiff1d(_distinct(made), _distinct(freed), assume_unique=True)
+def _all_distinct(numbers: np.ndarray) -> bool:
+    places = np.arange(len(numbers))
+    return bool((_Table(numbers, places).of(numbers) == places).all())
+
+
+def _missing_in(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Sorted distinct numbers that are not among the others."""
+    return _distinct(numbers[_Table(others, np.arange(len(others))).of(numbers) < 0])
+
+
+def _multiset(numbers: np.ndarray) -> np.ndarray:
+    """Equal for the same numbers in any order."""
+    if len(numbers) and 0 <= int(numbers.min()) and int(numbers.max()) < len(numbers):
+        return np.bincount(numbers)
+    return np.sort(numbers)
+
+
+def _distinct(numbers: np.ndarray) -> np.ndarray:
+    """Sorted distinct numbers."""
+    numbers = np.sort(numbers)
+    return numbers[np.append(True, numbers[1:] != numbers[:-1])] if len(numbers) else numbers
