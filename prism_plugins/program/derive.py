@@ -458,7 +458,7 @@ def _missing_in(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 def _multiset(numbers: np.ndarray) -> np.ndarray:
     """Equal for the same numbers in any order."""
-    if len(numbers) and 0 <= int(numbers.min()) and int(numbers.max()) < len(numbers):
+    if len(numbers) and int(numbers.min()) >= 0 and int(numbers.max()) < len(numbers):
         return np.bincount(numbers)
     return np.sort(numbers)
 
