@@ -60,6 +60,7 @@ def load_job(
 
     Raises :class:`PrismError` or :class:`FileFormatError` for a directory that is not, or not all of, a run.
     """
+    from prism_plugins.program.derived import DerivedStages
     from prism_plugins.program.infer import infer_job
     from prism_plugins.program.store import load_program
 
@@ -71,7 +72,9 @@ def load_job(
     programs = {rank: load_program(rundir.slice(rank).program) for rank in info.slices}
     reports = {rank: rundir.read_report(rank) for rank in info.slices}
     try:
-        return infer_job(info.facts, reports, programs, with_shards=with_shards), reports, info
+        derived = DerivedStages(rundir.derived)
+        job = infer_job(info.facts, reports, programs, with_shards=with_shards, derived=derived)
+        return job, reports, info
     except CannotDeriveError as error:
         raise PrismError(
             f"the slices in {rundir.path} are not all that is needed ({error}); start the run again"

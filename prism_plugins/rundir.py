@@ -77,6 +77,7 @@ class RunDir:
         self.path = Path(path)
         self.run = self.path / "run.json"
         self.slices = self.path / "slices"
+        self.derived = self.path / "derived.npz"
         self.replays = self.path / "replay"
         self.prediction = self.path / "prediction.json"
         self.predicted_log = self.path / "predicted.log"
@@ -101,6 +102,7 @@ class RunDir:
         """Remove what an earlier run left, so that nothing old is taken for new."""
         for file in (
             self.run,
+            self.derived,
             self.prediction,
             self.predicted_log,
             self.report,

@@ -15,6 +15,7 @@ from prism_plugins.costs.nccl.settings import NcclSettings
 from prism_plugins.errors import CannotDeriveError, PrismError, SliceFailed
 from prism_plugins.host_speed import with_host_measured, with_host_of_slices
 from prism_plugins.integration import Integration
+from prism_plugins.program.derived import DerivedStages
 from prism_plugins.program.infer import infer_job
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.measured import Measured
@@ -45,8 +46,11 @@ def infer(
     while True:
         sliced = reports()
         programs = {rank: load_program(rundir.slice(rank).program) for rank in sliced}
+        derived = DerivedStages(rundir.derived)
         try:
-            return infer_job(facts, sliced, programs)
+            job = infer_job(facts, sliced, programs, derived=derived)
+            derived.save()
+            return job
         except CannotDeriveError as error:
             missing = tuple(rank for rank in error.ranks if rank not in sliced)
             again = tuple(rank for rank in error.again if rank not in repeated)

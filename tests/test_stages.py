@@ -47,7 +47,7 @@ def rundir(tmp_path):
 
 
 def test_ranks_that_cannot_be_derived_are_sliced(rundir, monkeypatch):
-    def infer_job(facts, reports, programs):
+    def infer_job(facts, reports, programs, *, derived):
         if 3 not in programs:
             raise CannotDeriveError("rank 3 is special", ranks=(3,))
         return sorted(programs)
@@ -68,7 +68,7 @@ def test_ranks_that_cannot_be_derived_are_sliced(rundir, monkeypatch):
     ("ranks", "again", "asked_for"), [((), (), []), ((0,), (), []), ((), (0,), [((), (0,))])]
 )
 def test_no_endless_slicing(rundir, monkeypatch, ranks, again, asked_for):
-    def infer_job(facts, reports, programs):
+    def infer_job(facts, reports, programs, *, derived):
         raise CannotDeriveError("never", ranks=ranks, again=again)
 
     monkeypatch.setattr(stages, "infer_job", infer_job)

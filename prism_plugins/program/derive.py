@@ -28,6 +28,7 @@ from prism_plugins.program.late import (
     Unit,
     context_of,
     likeness_of,
+    without_rows,
 )
 from prism_plugins.program.model import EVENT_DTYPE, EventKind, Phase, Program
 from prism_plugins.program.schedule import describe, missing_for, parts_of
@@ -40,6 +41,7 @@ from prism_plugins.program.segments import (
     token_key,
 )
 from prism_plugins.program.tokens import Role, TokenKey, TokenNames, Way, name_unit, way_back, way_to
+from prism_plugins.program.work import FirstPlaces, Work
 
 
 def derive_stage(program: Program, *, captured: Sequence[Phase], target: Sequence[Phase]) -> Program:
@@ -48,13 +50,39 @@ def derive_stage(program: Program, *, captured: Sequence[Phase], target: Sequenc
     ``captured`` and ``target`` are the schedules as the framework's scheduler tells them.
     Raises :class:`CannotDeriveError`.
     """
-    return CapturedStage(program, captured).derive(target)
+    return CapturedStage(program, captured).derive(target).program
 
 
-def _replace_schedule(
+class Derived(NamedTuple):
+    """A derived program."""
+
+    program: Program
+    origin: np.ndarray
+    """Per event the event of the captured program that it was made from; -1 for new ones."""
+
+
+def with_phases(captured: Program, events: np.ndarray, phases: Sequence[Phase]) -> Program:
+    """The program of these events with these phases in their order; the rest is the captured one's."""
+    table = list(dict.fromkeys([*captured.phases, *phases]))
+    index = {phase: i for i, phase in enumerate(table)}
+    marks = (events["kind"] == EventKind.PHASE_BEGIN) | (events["kind"] == EventKind.PHASE_END)
+    events["ref"][marks] = np.repeat([index[p] for p in phases], 2)
+    return Program(
+        rank=captured.rank,
+        events=events,
+        signatures=captured.signatures,
+        comms=captured.comms,
+        groups=captured.groups,
+        phases=table,
+        initial=captured.initial,
+        source="derived",
+    )
+
+
+def replace_schedule(
     phases: Sequence[Phase], captured: Sequence[Phase], target: Sequence[Phase]
 ) -> list[Phase]:
-    """The program's phases with the scheduler's stretch replaced; what comes before and after it stays."""
+    """A program's phases with the scheduler's stretch replaced; what comes before and after it stays."""
     captured = tuple(captured)
     for start in range(len(phases) - len(captured) + 1):
         if phases[start : start + len(captured)] == captured:
@@ -87,6 +115,7 @@ class _Template:
     def __init__(self, unit: int, segments: Segments, names: TokenNames) -> None:
         lo, hi = int(segments.bounds[unit]), int(segments.bounds[unit + 1])
         self.events = segments.program.events[lo:hi]
+        self.origin = np.arange(lo, hi)
         self.identity = segments.timetable.unit_identity(unit)
         self.makes: dict[TokenKey, list[int]] = {}
         self.local: dict[TokenKey, list[int]] = {}
@@ -130,7 +159,9 @@ class _Template:
             need = releases[other.shape[row]]
             events["kind"][row], events["ref"][row] = EventKind.FREE, need.token[1]
             self.needs.append(need._replace(row=row))
-        self.events, self.shape = events, other.shape
+        origin = np.full(len(events), -1)
+        origin[old] = self.origin
+        self.events, self.origin, self.shape = events, origin, other.shape
         return True
 
 
@@ -140,12 +171,12 @@ class CapturedStage:
     def __init__(self, program: Program, schedule: Sequence[Phase]) -> None:
         self._segments = segments = Segments(program)
         self._schedule = tuple(schedule)
-        self._work: _Work | None = None
+        self._work: Work | None = None
         """What the captured program does in all, once somebody asks."""
         self._names = names = TokenNames(segments)
         timetable = segments.timetable
         self._fixed = {
-            phase: segments.program.events[segments.bounds[2 * i + 1] : segments.bounds[2 * i + 2]]
+            phase: (int(segments.bounds[2 * i + 1]), int(segments.bounds[2 * i + 2]))
             for i, phase in enumerate(timetable.phases)
             if not segments.is_loose(2 * i + 1)
         }
@@ -181,41 +212,29 @@ class CapturedStage:
         way = way_to(unit, self._names.micro_batch(key), self._segments.timetable)
         return _Need(-1, key, self._names.role(key), way)
 
-    def derive(self, schedule: Sequence[Phase]) -> Program:
+    def derive(self, schedule: Sequence[Phase]) -> Derived:
         """The program of a stage with another schedule. Groups, peers and rank stay those of the captured program:
         :class:`.instantiate.Instantiator` moves them. Raises :class:`CannotDeriveError`."""
         missing = missing_for(parts_of(self._schedule), parts_of(schedule))
         if missing:
             raise CannotDeriveError(f"the captured stage has no {missing}")
         program = self._segments.program
-        phases = _replace_schedule(self._segments.timetable.phases, self._schedule, schedule)
+        phases = replace_schedule(self._segments.timetable.phases, self._schedule, schedule)
         timetable = Timetable(phases)
         numbers = Numbers(program.events, self._names)
         late = self._late.on(timetable, numbers)
         units = [self._unit(unit, timetable, numbers, late) for unit in range(timetable.num_units)]
         late.keep(units)
-        events = _without_surplus(units)
+        events, origin = _without_surplus(units)
         if self._work is None:
-            self._work = _Work(program.events)
-        self._work.check(_Work(events))
-        table = list(dict.fromkeys([*program.phases, *phases]))
-        index = {phase: i for i, phase in enumerate(table)}
-        marks = (events["kind"] == EventKind.PHASE_BEGIN) | (events["kind"] == EventKind.PHASE_END)
-        events["ref"][marks] = np.repeat([index[p] for p in phases], 2)
-        return Program(
-            rank=program.rank,
-            events=events,
-            signatures=program.signatures,
-            comms=program.comms,
-            groups=program.groups,
-            phases=table,
-            initial=program.initial,
-            source="derived",
-        )
+            self._work = Work(program.events)
+        self._work.check(Work(events))
+        return Derived(with_phases(program, events, phases), origin)
 
     def _unit(self, unit: int, timetable: Timetable, numbers: Numbers, late: LateOnTarget) -> Unit:
         if unit % 2 and timetable.phases[unit // 2] in self._fixed:
-            return Unit(self._fixed[timetable.phases[unit // 2]], [])
+            lo, hi = self._fixed[timetable.phases[unit // 2]]
+            return Unit(self._segments.program.events[lo:hi], [], np.arange(lo, hi))
         template = self._template(unit, timetable, late)
         events = template.events.copy()
         for key, rows in template.local.items():
@@ -247,7 +266,7 @@ class CapturedStage:
             _set_token(events, [need.row], key[0], key[1])
         if unit % 2:
             _issue_in_order(events, template.identity[0], timetable.phases[unit // 2])
-        return Unit(events, found)
+        return Unit(events, found, template.origin)
 
     def _template(self, unit: int, timetable: Timetable, late: LateOnTarget) -> _Template:
         """The captured unit to copy: the very same one in the same surroundings, else that whose surroundings are
@@ -307,25 +326,24 @@ def _abstract(event: tuple[int, int, int, int, int], what: object) -> tuple:
     return event if what == -1 else (kind, flags, stream, what, value)
 
 
-def _without_surplus(units: list[Unit]) -> np.ndarray:
-    """All events but the releases, found by walking back, of tokens that are released later: something holds them longer."""
-    events = _joined([unit.events for unit in units])
+def _without_surplus(units: list[Unit]) -> tuple[np.ndarray, np.ndarray]:
+    """All events, and where they are from, but the releases, found by walking back, of tokens that are released later:
+    something holds them longer."""
+    events, origin = _joined(units)
     released = events["ref"][events["kind"] == EventKind.FREE].astype(np.int64)
     places = np.arange(len(released))
-    first = _Table(released, places).of(released)
+    first = FirstPlaces(released, places).of(released)
     repeated = {(TokenKind.ALLOCATION, id) for id in released[first != places].tolist()}
     if not repeated:
-        return events
-    kept = []
-    for unit in units:
-        surplus = [found.row for found in unit.found if found.key in repeated]
-        kept.append(np.delete(unit.events, surplus) if surplus else unit.events)
-    return _joined(kept)
+        return events, origin
+    surplus = ([found.row for found in unit.found if found.key in repeated] for unit in units)
+    return _joined([without_rows(u, rows) if rows else u for u, rows in zip(units, surplus, strict=True)])
 
 
-def _joined(pieces: list[np.ndarray]) -> np.ndarray:
-    """As plain bytes: promoting the fields of a structured type costs more than the copying."""
-    return np.concatenate([np.ascontiguousarray(piece).view("V16") for piece in pieces]).view(EVENT_DTYPE)
+def _joined(units: list[Unit]) -> tuple[np.ndarray, np.ndarray]:
+    # As plain bytes: promoting the fields of a structured type costs more than the copying.
+    pieces = [np.ascontiguousarray(unit.events).view("V16") for unit in units]
+    return np.concatenate(pieces).view(EVENT_DTYPE), np.concatenate([unit.origin for unit in units])
 
 
 def _issue_in_order(events: np.ndarray, captured: Phase, target: Phase) -> None:
@@ -352,118 +370,3 @@ def _set_token(events: np.ndarray, rows: list[int], kind: TokenKind, id: int) ->
 
 
 _COMM = int(EventKind.COMM)
-
-
-class _Work:
-    """What a program does in all, whatever the order, to be compared with another stage's."""
-
-    def __init__(self, events: np.ndarray) -> None:
-        kind = np.ascontiguousarray(events["kind"])
-        ref, value = (np.ascontiguousarray(events[column]).astype(np.int64) for column in ("ref", "value"))
-        columns = {"ref": ref, "value": value, "stream": np.ascontiguousarray(events["stream"])}
-        at = {k: np.flatnonzero(kind == k) for k in _KINDS}
-        self._done = [_multiset(columns[column][at[k]]) for k, column, _ in _DONE]
-        self._from_before = []
-        for makes, column, needs, what in _MADE:
-            made, needed = (at[makes], columns[column][at[makes]]), (at[needs], ref[at[needs]])
-            self._from_before.append(_from_before(made, needed, makes == EventKind.ALLOC, what))
-        self._live_at_end = _missing_in(ref[at[EventKind.ALLOC]], ref[at[EventKind.FREE]])
-
-    def check(self, derived: _Work) -> None:
-        """Raise unless the derived program does the same."""
-        for mine, other, (_, _, what) in zip(self._done, derived._done, _DONE, strict=True):
-            if not np.array_equal(mine, other):
-                raise CannotDeriveError(f"the derived program has other {what} than the captured one")
-        for mine, other, (_, _, _, what) in zip(self._from_before, derived._from_before, _MADE, strict=True):
-            if not np.array_equal(mine, other):
-                raise CannotDeriveError(f"the derived program needs an {what} that nothing makes")
-        if not np.array_equal(self._live_at_end, derived._live_at_end):
-            raise CannotDeriveError(
-                "the derived program ends with other live allocations than the captured one"
-            )
-
-
-_DONE = (
-    (EventKind.KERNEL, "ref", "kernels"),
-    (EventKind.COMM, "ref", "transfers"),
-    (EventKind.ALLOC, "value", "allocations"),
-    (EventKind.FREE, "value", "releases"),
-    (EventKind.EVENT_WAIT, "value", "waits for events"),
-    (EventKind.STREAM_SYNC, "stream", "synchronisations"),
-)
-_MADE = (
-    (EventKind.ALLOC, "ref", EventKind.FREE, "allocation"),
-    (EventKind.COMM, "value", EventKind.WORK_WAIT, "communication"),
-    (EventKind.EVENT_RECORD, "ref", EventKind.EVENT_WAIT, "event"),
-)
-_KINDS = {k for row in (*_DONE, *_MADE) for k in row if isinstance(k, EventKind)}
-
-
-def _from_before(
-    made: tuple[np.ndarray, np.ndarray], needed: tuple[np.ndarray, np.ndarray], once: bool, what: str
-) -> np.ndarray:
-    """Numbers that are needed but not made in the iteration; ``made`` and ``needed`` are (events, numbers). Raises when one
-    that is made is needed before or, with ``once``, is made or needed twice."""
-    (made_at, makes), (needed_at, needs) = made, needed
-    if once and not (_all_distinct(makes) and _all_distinct(needs)):
-        raise CannotDeriveError(f"the derived program makes or releases an {what} twice")
-    table = _Table(makes, made_at)
-    when = table.of(needs)
-    if np.any(when > needed_at):
-        raise CannotDeriveError(f"the derived program needs an {what} before it is made")
-    return _distinct(needs[when < 0])
-
-
-class _Table:
-    """Numbers → where each comes first, -1 for others. By a table where the numbers are dense: sorting and hashing take ten times
-    as long on these columns."""
-
-    _SPREAD = 16
-
-    def __init__(self, numbers: np.ndarray, where: np.ndarray) -> None:
-        self._low = int(numbers.min(initial=0))
-        spread = int(numbers.max(initial=0)) - self._low + 1
-        self._dense = spread <= self._SPREAD * len(numbers) + 1024
-        if self._dense:
-            self._where = np.full(spread, -1, dtype=np.int64)
-            self._where[numbers[::-1] - self._low] = where[
-                ::-1
-            ]  # of equal numbers the last one written stays
-        else:
-            self._numbers, first = np.unique(numbers, return_index=True)
-            self._where = where[first]
-
-    def of(self, numbers: np.ndarray) -> np.ndarray:
-        """Where each number comes first."""
-        if not len(self._where):
-            return np.full(len(numbers), -1, dtype=np.int64)
-        if self._dense:
-            at = numbers - self._low
-            known = (at >= 0) & (at < len(self._where))
-        else:
-            at = np.searchsorted(self._numbers, numbers)
-            known = self._numbers[np.minimum(at, len(self._where) - 1)] == numbers
-        return np.where(known, self._where[np.clip(at, 0, len(self._where) - 1)], -1)
-
-
-def _all_distinct(numbers: np.ndarray) -> bool:
-    places = np.arange(len(numbers))
-    return bool((_Table(numbers, places).of(numbers) == places).all())
-
-
-def _missing_in(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Sorted distinct numbers that are not among the others."""
-    return _distinct(numbers[_Table(others, np.arange(len(others))).of(numbers) < 0])
-
-
-def _multiset(numbers: np.ndarray) -> np.ndarray:
-    """Equal for the same numbers in any order."""
-    if len(numbers) and int(numbers.min()) >= 0 and int(numbers.max()) < len(numbers):
-        return np.bincount(numbers)
-    return np.sort(numbers)
-
-
-def _distinct(numbers: np.ndarray) -> np.ndarray:
-    """Sorted distinct numbers."""
-    numbers = np.sort(numbers)
-    return numbers[np.append(True, numbers[1:] != numbers[:-1])] if len(numbers) else numbers

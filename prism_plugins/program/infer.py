@@ -17,6 +17,7 @@ import numpy as np
 from prism_plugins.errors import CannotDeriveError
 from prism_plugins.program.calls import communication_digest
 from prism_plugins.program.derive import CapturedStage
+from prism_plugins.program.derived import DerivedStages
 from prism_plugins.program.flat_partitions import (
     Form,
     PartitionedProgram,
@@ -49,17 +50,19 @@ def infer_job(
     programs: Mapping[int, Program],
     *,
     with_shards: bool = True,
+    derived: DerivedStages | None = None,
 ) -> JobPrograms:
     """The programs of all ranks as classes.
 
     ``facts`` are the lead slice's; ``reports`` and ``programs`` are by sliced rank (audited ranks left out).
+    ``derived``: programs that were derived before, and where new ones go.
     Without ``with_shards`` ranks whose optimizer shards differ all get the program of their class's exemplar.
     Raises :class:`CannotDeriveError` whose ``ranks`` lists what has to be sliced in addition.
     """
     if facts.independent_ranks:
         return _independent(facts, programs)
     check_headers(facts, reports)
-    inference = _Inference(facts, reports, programs, with_shards=with_shards)
+    inference = _Inference(facts, reports, programs, with_shards=with_shards, derived=derived)
     classes: list[RankClass] = []
     missing: set[int] = set()
     reasons: list[str] = []
@@ -165,8 +168,10 @@ class _Inference:
         programs: Mapping[int, Program],
         *,
         with_shards: bool,
+        derived: DerivedStages | None,
     ) -> None:
         self._facts = facts
+        self._derived = derived
         self._with_shards = with_shards
         self._layout = facts.layout
         self._reports = reports
@@ -289,15 +294,23 @@ class _Inference:
 
     def _derive_from(self, source: int, role: Role, *, instead: int) -> Program:
         stages = self._facts.stages
+        program = self._programs[source]
+        schedule, target = stages[role.captured_stage].schedule, stages[role.stage].schedule
+        if self._derived is not None:
+            known = self._derived.get(program, schedule, target)
+            if known is not None:
+                return known
         try:
             if source not in self._captured:
-                schedule = stages[role.captured_stage].schedule
-                self._captured[source] = CapturedStage(self._programs[source], schedule)
-            return self._captured[source].derive(stages[role.stage].schedule)
+                self._captured[source] = CapturedStage(program, schedule)
+            derived = self._captured[source].derive(target)
         except CannotDeriveError as error:
             raise CannotDeriveError(
                 f"stage {role.stage} from stage {role.captured_stage}: {error}", ranks=(instead,)
             ) from error
+        if self._derived is not None:
+            self._derived.add(program, schedule, target, derived)
+        return derived.program
 
     def _peer_in_stage(self, rank: int, stage: int) -> int:
         return self._layout.rank_of(self._layout.coords(rank) | {"pp": stage})

@@ -58,6 +58,8 @@ class Unit(NamedTuple):
 
     events: np.ndarray
     found: list[Found]
+    origin: np.ndarray
+    """Per event the captured one that it was made from; -1 for new ones."""
 
 
 class Numbers:
@@ -214,22 +216,22 @@ class LateOnTarget:
                     late.setdefault(body, []).append((row, holder == found.role, found.key[1]))
                     moved.append(found.row)
             if moved:
-                units[number] = _without_rows(unit, moved)
+                units[number] = without_rows(unit, moved)
         captured_rows = {source.phases[u // 2]: row for u, row in self._captured.stripped_rows.items()}
         for number, phase in enumerate(self._timetable.phases):
             body = 2 * number + 1
             wanted, has = late.get(body, []), captured_rows.get(phase)
             if not wanted and has is None:
                 continue
-            events = units[body].events
+            events, origin = units[body].events, units[body].origin
             if has is not None:
-                events = np.delete(events, has)
+                events, origin = np.delete(events, has), np.delete(origin, has)
             # What hangs on an input goes before it; the last to be inserted comes first.
             for row, _, id in sorted(wanted, reverse=True):
                 release = np.zeros(1, dtype=events.dtype)
                 release["kind"], release["ref"] = EventKind.FREE, id
-                events = np.insert(events, row, release)
-            units[body] = Unit(events, [])
+                events, origin = np.insert(events, row, release), np.insert(origin, row, -1)
+            units[body] = Unit(events, [], origin)
 
     def _keeps(self, micro_batch: MicroBatch, unit: int) -> bool:
         """True when the chunk's next forward step comes after a unit."""
@@ -242,8 +244,9 @@ def next_forward(micro_batch: MicroBatch, timetable: Timetable) -> int | None:
     return timetable.next_step_of_chunk(micro_batch)
 
 
-def _without_rows(unit: Unit, rows: list[int]) -> Unit:
+def without_rows(unit: Unit, rows: list[int]) -> Unit:
+    """A unit without some of its events."""
     found = [
         f._replace(row=f.row - sum(row < f.row for row in rows)) for f in unit.found if f.row not in rows
     ]
-    return Unit(np.delete(unit.events, rows), found)
+    return Unit(np.delete(unit.events, rows), found, np.delete(unit.origin, rows))

@@ -87,8 +87,8 @@ def load_program(path: str | Path) -> Program:
     path = Path(path)
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            events = _read_member(archive, "events", EVENT_DTYPE, path)
-            encoded = _read_member(archive, "tables", np.dtype(np.uint8), path)
+            events = read_member(archive, "events", EVENT_DTYPE, path)
+            encoded = read_member(archive, "tables", np.dtype(np.uint8), path)
     except (OSError, zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, KeyError) as error:
         raise FileFormatError(
             f"{path} is not a readable program file ({error}); run the job again"
@@ -98,7 +98,8 @@ def load_program(path: str | Path) -> Program:
     return program
 
 
-def _read_member(archive: zipfile.ZipFile, name: str, dtype: np.dtype, path: Path) -> np.ndarray:
+def read_member(archive: zipfile.ZipFile, name: str, dtype: np.dtype, path: Path) -> np.ndarray:
+    """A one-dimensional array of an archive. Raises :class:`FileFormatError` and what :mod:`zipfile` raises."""
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
         raise FileFormatError(f"{path}: member {name} is compressed; this is not a file prism wrote")

@@ -49,7 +49,7 @@ def test_all_middle_stages_come_from_one(kind, num_stages):
     programs = all_stages(num_stages, 2 * num_stages, **KINDS[kind])
     captured = CapturedStage(programs[1], schedule_of(programs[1]))
     for stage in range(1, num_stages - 1):
-        derived = captured.derive(schedule_of(programs[stage]))
+        derived = captured.derive(schedule_of(programs[stage])).program
         assert difference(derived, programs[stage], num_stages) is None
         assert derived.source == "derived"
 
