@@ -41,9 +41,16 @@ def job_facts(session: Session, model: list[Any], config: Any, batch: BatchShape
         shard_kinds=kinds,
         kind_of=kind_of,
         kinds_are_classes=bool(kinds),
+        context_ranks_differ=layout.cp > 1 and _context_ranks_differ(config),
         tokens_per_iteration=_samples(layout, batch) * batch.seq_length,
         model_flops_per_iteration=_flops(config, model, layout, batch),
     )
+
+
+def _context_ranks_differ(config: Any) -> bool:
+    """Not where all attention is exchanged for heads (``a2a``): then every rank sees the whole sequence."""
+    kinds = getattr(config, "cp_comm_type", None) or "p2p"
+    return set([kinds] if isinstance(kinds, str) else kinds) != {"a2a"}
 
 
 def _stages(

@@ -1,7 +1,7 @@
 """A program for every rank of the target world, from the programs of a few.
 
-For each role (pipeline stage × first in its tensor-parallel group or not) the program comes from a slice of that
-very role, or is derived from another stage's slice (:mod:`.derive`); within a role, data-parallel ranks with other
+For each role (pipeline stage × first in its tensor-parallel group or not, sometimes × context-parallel position) the program
+comes from a slice of that very role, or is derived from another stage's slice (:mod:`.derive`); within a role, data-parallel ranks with other
 optimizer shards get variants (:mod:`.shards`), and any single rank's groups are filled in on demand
 (:mod:`.instantiate`).
 """
@@ -593,8 +593,8 @@ def _num_outside(program: Program, kinds: tuple[EventKind, ...]) -> int:
 
 
 def _name(layout: Layout, role: Role) -> str:
-    if layout.tp == 1:
-        return f"stage {role.stage}"
-    if role.tp_first:
-        return f"stage {role.stage} · tp 0"
-    return f"stage {role.stage} · tp 1" + (f"-{layout.tp - 1}" if layout.tp > 2 else "")
+    name = f"stage {role.stage}"
+    if layout.tp > 1:
+        others = "1" + (f"-{layout.tp - 1}" if layout.tp > 2 else "")
+        name += f" · tp {0 if role.tp_first else others}"
+    return name if role.cp is None else f"{name} · cp {role.cp}"

@@ -146,6 +146,9 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     may differ in addition."""
     partitions: FlatPartitions | None = None
     """Where the kinds are partitions of flat buffers: what the programs of other kinds are derived from."""
+    context_ranks_differ: bool = False
+    """Ranks of a context-parallel group run different programs: with causal attention each computes other blocks of the
+    sequence."""
     independent_ranks: bool = False
     """Nothing says which ranks run alike (a script without a framework): each is sliced."""
     stage_headers: bool = False

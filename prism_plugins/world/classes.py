@@ -1,7 +1,7 @@
 """Which ranks to slice, and which ranks each slice stands for.
 
-A role is a pipeline stage × (first rank of its tensor-parallel group or not). Ranks of one role run the same
-program but for the members of their groups and, with a distributed optimizer, their shard of it. Stages that
+A role is a pipeline stage × (first rank of its tensor-parallel group or not), and × the position in the context-parallel group
+where ranks differ by it. Ranks of one role run the same program but for the members of their groups and, with a distributed optimizer, their shard of it. Stages that
 hold the same (equal fingerprint) and are neither first nor last share a slice when their schedules can be built
 from its phases.
 """
@@ -31,6 +31,8 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
 
     stage: int
     tp_first: bool
+    cp: int | None = None
+    """Position in the context-parallel group; None: of all positions."""
     captured_stage: int
     """The stage whose slice this role's program comes from; its own when it is sliced itself."""
     representative: int
@@ -66,7 +68,8 @@ def dependencies(facts: JobFacts, rank: int, *, sliced: Collection[int] = ()) ->
     if rank == 0:
         return ()
     coords = facts.layout.coords(rank)
-    roles = {(role.stage, role.tp_first): role for role in plan_roles(facts)}
+    cp = coords["cp"] if facts.context_ranks_differ else None
+    roles = {(role.stage, role.tp_first): role for role in plan_roles(facts) if role.cp == cp}
     needed = {0}
     if coords["tp"]:
         needed.add(roles[coords["pp"], True].representative)
@@ -90,26 +93,27 @@ def plan_roles(facts: JobFacts) -> tuple[Role, ...]:
     """Every role of the job, by stage, the first tensor-parallel ranks first."""
     layout = facts.layout
     captured = captured_stages(facts.stages)
-    roles = []
-    for stage in range(layout.pp):
-        for tp_first in (True, False) if layout.tp > 1 else (True,):
-            representative = _representative(layout, captured[stage], tp_first)
-            roles.append(
-                Role(
-                    stage=stage,
-                    tp_first=tp_first,
-                    captured_stage=captured[stage],
-                    representative=representative,
-                )
-            )
-    return tuple(roles)
+    positions = range(layout.cp) if facts.context_ranks_differ else (None,)
+    return tuple(
+        Role(
+            stage=stage,
+            tp_first=tp_first,
+            cp=cp,
+            captured_stage=captured[stage],
+            representative=_representative(layout, captured[stage], tp_first, cp),
+        )
+        for stage in range(layout.pp)
+        for tp_first in ((True, False) if layout.tp > 1 else (True,))
+        for cp in positions
+    )
 
 
 def ranks_of_role(layout: Layout, role: Role) -> np.ndarray:
     """Ranks of a role, ascending."""
     axes = list(reversed(layout.sizes()))
-    grid = np.moveaxis(layout.grid(), (axes.index("pp"), axes.index("tp")), (0, 1))[role.stage]
-    return np.sort((grid[:1] if role.tp_first else grid[1:]).ravel())
+    grid = np.moveaxis(layout.grid(), [axes.index(axis) for axis in ("pp", "tp", "cp")], (0, 1, 2))
+    ranks = grid[role.stage, :1] if role.tp_first else grid[role.stage, 1:]
+    return np.sort((ranks if role.cp is None else ranks[:, role.cp]).ravel())
 
 
 def captured_stages(stages: tuple[StageInfo, ...]) -> list[int]:
@@ -141,9 +145,12 @@ def captured_stages(stages: tuple[StageInfo, ...]) -> list[int]:
     return captured
 
 
-def _representative(layout: Layout, stage: int, tp_first: bool) -> int:
+def _representative(layout: Layout, stage: int, tp_first: bool, cp: int | None) -> int:
     """A rank of the role: the last rank of the world where the role holds it and rank 0 is elsewhere."""
-    if layout.pp * layout.tp > 1 and stage == layout.pp - 1 and tp_first == (layout.tp == 1):
+    holds_last = (
+        stage == layout.pp - 1 and tp_first == (layout.tp == 1) and (cp is None or cp == layout.cp - 1)
+    )
+    if holds_last and (layout.pp * layout.tp > 1 or cp):
         return layout.world_size - 1
-    coords = dict.fromkeys(layout.sizes(), 0) | {"pp": stage, "tp": 0 if tp_first else 1}
+    coords = dict.fromkeys(layout.sizes(), 0) | {"pp": stage, "tp": 0 if tp_first else 1, "cp": cp or 0}
     return layout.rank_of(coords)

@@ -118,9 +118,11 @@ def test_interleaved_middle_stages():
     dp=st.sampled_from([1, 2, 3]),
     cp=st.sampled_from([1, 2]),
     order=st.sampled_from(["tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp", "dp-tp-cp-ep-pp", "pp-dp-cp-ep-tp"]),
+    by_context=st.booleans(),
 )
-def test_roles_partition_the_world(tp, pp, dp, cp, order):
+def test_roles_partition_the_world(tp, pp, dp, cp, order, by_context):
     info = facts(tp=tp, pp=pp, dp=dp, cp=cp, order=order)
+    info = msgspec.structs.replace(info, context_ranks_differ=by_context)
     roles = plan_roles(info)
     ranks = np.concatenate([ranks_of_role(info.layout, role) for role in roles])
     assert sorted(ranks.tolist()) == list(range(info.layout.world_size))
@@ -128,8 +130,10 @@ def test_roles_partition_the_world(tp, pp, dp, cp, order):
         members = ranks_of_role(info.layout, role)
         assert {info.layout.coords(int(r))["pp"] for r in members} == {role.stage}
         assert {info.layout.coords(int(r))["tp"] == 0 for r in members} == {role.tp_first}
+        assert role.cp is None or {info.layout.coords(int(r))["cp"] for r in members} == {role.cp}
         if role.sliced:
             assert role.representative in members
+    assert len(roles) == pp * min(tp, 2) * (cp if by_context else 1)
     representatives = plan_representatives(info)
     planned = [r.rank for r in representatives]
     assert planned[0] == 0
