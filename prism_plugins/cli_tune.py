@@ -136,6 +136,13 @@ def tune(job: Job, settings: Settings) -> tuple[TuneResult, TuneDir]:
     from prism_plugins.tune.progress import TuneProgress
     from prism_plugins.tune.search import Search
 
+    if settings.verify:
+        from prism_plugins.gpu.device import check_gpu
+
+        try:
+            check_gpu()
+        except PrismError as error:
+            raise PrismError(f"--verify runs slices on this machine's GPU: {error}") from None
     tuners = {i.name: i.tuner() for i in load_integrations() if hasattr(i, "tuner")}
     if not tuners:
         raise PrismError("no integration that is installed can change layouts")

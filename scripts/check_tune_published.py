@@ -5,7 +5,7 @@
 
 Every pair of layouts of one model on the same GPUs, with the same global batch and precision, in
 ``tests/data/published_h100_a100.json`` (each case names its source) and in the jobs that were run on two H200s
-(``tests/data/megatron_h200x2*.json``), whose measured times are more than 5 % apart. Each is composed as `prism tune`
+(``tests/data/megatron_h200x2*.json``, ``deepspeed_h200.json``), whose measured times are more than 5 % apart. Each is composed as `prism tune`
 does, with the arguments of ``bench_published.py``: on Apex's kernels where the job had them, with Transformer Engine where it
 had that. Where several releases ran one layout, the mean of their times counts.
 
@@ -32,6 +32,7 @@ from bench_published import CLUSTERS, DATA, list_of, megatron_args, why_not
 
 from prism_plugins.errors import PrismError, SliceFailed
 from prism_plugins.integration.knobs import pairs, without
+from prism_plugins.integrations.deepspeed.tune import DeepSpeedTuner
 from prism_plugins.integrations.megatron.tune import MegatronTuner
 from prism_plugins.integrations.megatron.tune_knobs import LAYOUT_SWITCHES, LAYOUT_VALUES
 from prism_plugins.options import parse_command
@@ -47,6 +48,7 @@ _SAME = (
 """What makes two runs the same job; releases differ in other things."""
 _H200 = ("megatron_h200x2_dp_pp.json", "megatron_h200x2.json")
 _OF_MEASURING = ("--train-iters", "--num-workers")
+_TUNERS = {"megatron": MegatronTuner(), "deepspeed": DeepSpeedTuner()}
 
 Knobs = tuple[tuple[str, str], ...]
 
@@ -64,11 +66,20 @@ class Run(NamedTuple):
     rest: tuple[str, ...]
     """The arguments without those of the layout."""
     knobs: Knobs
+    config: str = ""
+    """Of a DeepSpeed job: its configuration file."""
 
     @property
     def launch(self) -> tuple:
         """Runs with the same one are composed by the same search."""
-        return (self.world, self.cluster, self.implementation, self.rest, dict(self.knobs)["stages"])
+        return (
+            self.world,
+            self.cluster,
+            self.implementation,
+            self.rest,
+            dict(self.knobs).get("stages"),
+            self.config,
+        )
 
     @property
     def job(self) -> tuple:
@@ -103,6 +114,36 @@ def measured_on_h200() -> Iterator[Run]:
             args += ["--train-iters", "12", "--num-workers", "1"]
             seconds = job["median_ms"] / 1e3
             yield run_of(f"h200x2/{job['name']}", seconds, job["num_gpus"], "dgx-h200", "torch", args)
+
+
+def measured_deepspeed() -> Iterator[Run]:
+    """The DeepSpeed jobs run on one H200, those that its configuration file tells apart."""
+    data = json.loads((DATA.parent / "deepspeed_h200.json").read_text())
+    for job in data["jobs"]:
+        config = job["config"]
+        if job["args"] or "fp16" in config:
+            continue
+        zero = config["zero_optimization"]
+        knobs = {
+            "zero": str(zero["stage"]),
+            "tp": "1",
+            "pp": "1",
+            "micro_batch": str(config["train_micro_batch_size_per_gpu"]),
+            "offload": "none",
+            "bucket": "500000000",
+            "overlap": str(zero.get("overlap_comm", zero["stage"] == 3)).lower(),
+        }
+        yield Run(
+            name=f"h200/deepspeed-{job['name']}",
+            seconds=job["median_ms"] / 1e3,
+            world=1,
+            cluster="dgx-h200",
+            implementation="deepspeed",
+            args=(),
+            rest=(),
+            knobs=tuple(knobs.items()),
+            config=json.dumps(config),
+        )
 
 
 def run_of(name: str, seconds: float, world: int, cluster: str, implementation: str, args: list[str]) -> Run:
@@ -144,12 +185,18 @@ def compose(runs: list[Run], megatron: Path, out: Path, jobs: int) -> dict[str, 
     flags = [f"--prism-world-size={first.world}", f"--prism-cluster={first.cluster}", f"--prism-jobs={jobs}"]
     if first.implementation == "apex":
         flags.append("--prism-apex")
-    job = parse_command(["--prism-emulate", *flags, str(megatron / "pretrain_gpt.py"), *first.args])
+    command = [str(megatron / "pretrain_gpt.py"), *first.args]
+    if first.config:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        path = out.with_name(f"{out.name}.config.json")
+        path.write_text(first.config)
+        command = [str(Path(__file__).with_name("train_llama_deepspeed.py")), "--deepspeed_config", str(path)]
+    job = parse_command(["--prism-emulate", *flags, *command])
     assert job is not None
     chosen = {name: tuple(dict.fromkeys(dict(run.knobs)[name] for run in runs)) for name, _ in first.knobs}
     settings = Settings(chosen=chosen, emulations=0, everything=True, out=str(out))
     with TuneProgress(quiet=True) as progress:
-        search = Search(job, {"megatron": MegatronTuner()}, settings, progress=progress)
+        search = Search(job, _TUNERS, settings, progress=progress)
         search.run()
     found = {
         tuple((name, str(value).lower()) for name, value in c.knobs.items()): c.composed.iteration_ms / 1e3
@@ -175,7 +222,11 @@ def main() -> int:
     if args.megatron is None:
         parser.error("--megatron or MEGATRON_LM is needed")
     wanted = args.only.split(",")
-    runs = [run for run in (*published(), *measured_on_h200()) if any(part in run.name for part in wanted)]
+    runs = [
+        run
+        for run in (*published(), *measured_on_h200(), *measured_deepspeed())
+        if any(part in run.name for part in wanted)
+    ]
     sweeps = [sweep for sweep in grouped(runs, lambda run: run.job) if len(pairs_of(sweep)) > 0]
     launches = [part for sweep in sweeps for part in grouped(sweep, lambda run: run.launch)]
     composed: dict[str, float] = {}

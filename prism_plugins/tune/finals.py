@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from prism_plugins.errors import PrismError
 from prism_plugins.integration.tuning import Point, Space
 from prism_plugins.options import Job
 from prism_plugins.tune.emulate import emulate, estimate_of, finished_prediction, hang_of
@@ -169,10 +168,10 @@ class Finals:
                 out=self._dir.path / "verified" / digest(command),
                 seconds=max(0.0, self._deadline - time.monotonic()),
             )
-            if found is None:
-                return
-            if isinstance(found, str):
-                raise PrismError(f"--verify: {found}")
-            self._composed[point] = msgspec.structs.replace(
-                candidate, verified=msgspec.structs.replace(estimate_of(found), source="verified")
-            )
+            if found is None or isinstance(found, str):
+                told = msgspec.structs.replace(candidate, unverified=found or "the budget was over")
+            else:
+                estimate = msgspec.structs.replace(estimate_of(found), source="verified")
+                told = msgspec.structs.replace(candidate, verified=estimate)
+            self._composed[point] = told
+            self._save()

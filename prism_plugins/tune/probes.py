@@ -6,7 +6,7 @@ import copy
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -34,7 +34,6 @@ from prism_plugins.tune.layers import LayerCosts, measure, other_kind, reduce_ot
 from prism_plugins.tune.result import TuneDir
 from prism_plugins.tune.warm import WarmScript
 from prism_plugins.tune.whole import WholeCosts, estimate_whole, extended, matrix_flops
-from prism_plugins.world.layout import Layout
 
 Costs = LayerCosts | WholeCosts
 HostTimes = tuple[float, float, float]
@@ -73,12 +72,14 @@ class Probes:
 
     @property
     def settled(self) -> bool:
-        """The host's speed is known, so that something can be priced."""
+        """Something can be priced."""
         return self._costs is not None
 
     @property
     def host_us(self) -> HostTimes:
-        """The host times that all layouts of the search share."""
+        """The host times that all layouts of the search share; zeros where each has those of its own slices."""
+        if self.cluster.host.from_slices:
+            return (0.0, 0.0, 0.0)
         return (self.cluster.host.op_us, self.cluster.host.view_us, self.cluster.host.comm_us)
 
     def on(self, cluster: Cluster) -> Probes:
@@ -98,7 +99,8 @@ class Probes:
             raise PrismError(f"a reduced job of the launch itself does not run: {ended}")
         report, program = ended
         assert report.facts is not None
-        self._settle(program, report, report.facts.layout)
+        if self._costs is None:
+            self._take(self.cluster)
         assert self._costs is not None
         flops = matrix_flops(program, self._costs, report.facts.layout.num_microbatches)
         return Scouted(facts=report.facts, flops=flops)
@@ -200,19 +202,11 @@ class Probes:
                 return one
         reports, programs = zip(*ended, strict=True)
         facts = reports[-1].facts
-        self._settle(programs[-1], reports[-1], facts.layout)
-        assert self._costs is not None
         try:
             if probes[0].whole:
-                for probe, report in zip(probes, reports, strict=True):
-                    _check_tokens(probe, report.facts.tokens_per_iteration)
-                overhead = device_overhead(self.cluster, self._nccl)
-                return WholeCosts(
-                    by_microbatches={
-                        probe.size: estimate_whole(program, report, report.facts, self._costs, overhead)
-                        for probe, (report, program) in zip(probes, ended, strict=True)
-                    }
-                )
+                return self._whole(probes, programs, reports)
+            self._settle(programs[-1], reports[-1])
+            assert self._costs is not None
             if len(programs) == 1:
                 if not isinstance(base, LayerCosts):
                     return base
@@ -227,8 +221,21 @@ class Probes:
         except PrismError as error:
             return str(error)
 
+    def _whole(
+        self, probes: list[Probe], programs: Sequence[Program], reports: Sequence[SliceReport]
+    ) -> WholeCosts:
+        """Whole points at the host times of their own slices: what a kernel costs to issue differs between ZeRO stages."""
+        cluster = self._with_host_of(programs, reports)
+        costs = build_cost_model(cluster, nccl=self._nccl, calibration=self._calibration)
+        overhead = device_overhead(cluster, self._nccl)
+        found = {}
+        for probe, program, report in zip(probes, programs, reports, strict=True):
+            _check_tokens(probe, report.facts.tokens_per_iteration)
+            found[probe.size] = estimate_whole(program, report, report.facts, costs, overhead)
+        return WholeCosts(by_microbatches=found)
+
     def _emulated(self, probes: list[Probe], world_size: int, deadline: float) -> WholeCosts | str | None:
-        """Probes that are ordinary emulations; the host's speed has to be settled before."""
+        """Probes that are ordinary emulations."""
         if self._is_varied:
             return "configurations with a pipeline are emulated on the launch's own cluster only"
         options = msgspec.structs.replace(self._job.options, world_size=world_size)
@@ -251,7 +258,7 @@ class Probes:
 
     # ── prices ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _settle(self, program: Program, report: SliceReport, layout: Layout) -> None:
+    def _settle(self, program: Program, report: SliceReport) -> None:
         """Take the host's speed once, from the first reduced slice: layouts must not be ranked by the machine's mood."""
         if self._costs is not None:
             return
@@ -260,16 +267,23 @@ class Probes:
             if any(self._earlier_host) and self._dir.cluster.exists():
                 cluster = load_cluster(str(self._dir.cluster))
             else:
-                ranks = np.arange(layout.world_size)
-                cls = RankClass(name="all", ranks=ranks, representative=0, exemplar=program)
-                cluster = with_host_of_slices(
-                    cluster,
-                    JobPrograms(layout=layout, classes=(cls,)),
-                    {0: report},
-                    host_of(self._calibration),
-                )
+                cluster = self._with_host_of([program], [report])
             host = msgspec.structs.replace(cluster.host, from_slices=False, measured_in_slices=False)
             cluster = msgspec.structs.replace(cluster, host=host)
+        self._take(cluster)
+
+    def _with_host_of(self, programs: Sequence[Program], reports: Sequence[SliceReport]) -> Cluster:
+        """The cluster at the host times of slices of one point."""
+        layout = reports[-1].facts.layout
+        classes = tuple(
+            RankClass(name=str(i), ranks=np.arange(layout.world_size), representative=i, exemplar=program)
+            for i, program in enumerate(programs)
+        )
+        job = JobPrograms(layout=layout, classes=classes)
+        return with_host_of_slices(self.cluster, job, dict(enumerate(reports)), host_of(self._calibration))
+
+    def _take(self, cluster: Cluster) -> None:
+        """Emulations and further probes are priced on this cluster."""
         self.cluster = cluster
         write_cluster(self._dir.cluster, cluster)
         self._build()

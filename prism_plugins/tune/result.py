@@ -29,6 +29,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     emulated: Estimate | None = None
     verified: Estimate | None = None
     """From slices on a real GPU (``--verify``)."""
+    unverified: str = ""
+    """Why these came to nothing."""
     run: str = ""
     """Run directory of the emulation."""
     tokens_per_s_per_gpu: float | None = None
@@ -109,7 +111,7 @@ class TuneResult(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     host_us: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Host time of an op, a view and a collective that all layouts share."""
+    """Host time of an op, a view and a collective that all layouts share; zeros where each has those of its own slices."""
 
 
 class TuneDir:

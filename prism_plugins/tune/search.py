@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import resource
 import time
@@ -204,15 +205,21 @@ class Search:
                 continue
             opened.append(_Open(bound_ms, limits.memory_bytes, point))
         if not counts.legal:
-            worst = ", ".join(f"{reason} ({n})" for reason, n in self._illegal.most_common(3))
-            raise PrismError(
-                f"the choices contradict each other: none of {counts.points} points is legal: {worst}"
-            )
+            raise PrismError(self._why_none_is_legal())
         self.result.assumptions = space.assumptions
         opened.sort(
             key=lambda item: (item.point != space.own, item.bound_ms, _distance(item.point, space.own))
         )
         return opened
+
+    def _why_none_is_legal(self) -> str:
+        reasons = "; ".join(f"{reason} ({n})" for reason, n in self._illegal.most_common(3))
+        chosen = " ".join(f"{name}={','.join(values)}" for name, values in self._settings.chosen.items())
+        world = self._job.options.world_size
+        head = (
+            f"the choices {chosen} contradict each other" if chosen else f"no layout is legal on {world} GPUs"
+        )
+        return f"{head}: none of {self.result.counts.points} points is legal: {reasons}"
 
     # ── composition ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -402,10 +409,12 @@ class Search:
         if result.closest_miss is not None:
             miss = result.closest_miss
             least = "at least " if miss.source == "bound" else ""
+            full = math.ceil(miss.memory_bytes * self._job.options.world_size / result.capacity_bytes)
             raise PrismError(
                 f"nothing fits: of {result.counts.legal} legal layouts the closest miss, {describe(miss.knobs)}, needs {least}"
                 f"{miss.memory_bytes / 2**30:.1f} GiB a GPU, and {self._cluster.gpu.name} has "
-                f"{result.capacity_bytes / 2**30:.1f}; more GPUs, a shorter sequence or a smaller model"
+                f"{result.capacity_bytes / 2**30:.1f} (spread evenly it would fill {full} GPUs); more GPUs, a shorter sequence or "
+                "a smaller model"
             )
         reasons = "; ".join(list(result.counts.illegal)[:3])
         raise PrismError(f"no layout could be composed: {reasons}")

@@ -29,12 +29,8 @@ def print_result(result: TuneResult, directory: TuneDir, console: Console) -> No
         console.print(told_of(variant))
     for line in verdict(result):
         console.print(line)
-    for candidate in result.candidates:
-        if candidate.verified is not None:
-            e = candidate.verified
-            console.print(
-                f"verified on a GPU: {e.iteration_ms:,.1f} ms, {e.memory_bytes / _GIB:.1f} GiB: {describe(candidate.knobs)}"
-            )
+    for line in verifications(result):
+        console.print(line)
     for reason, number in sorted(counts.illegal.items(), key=lambda item: -item[1])[:5]:
         console.print(f"not legal: {reason}" + (f" ({number} points)" if number > 1 else ""))
     for line in result.assumptions:
@@ -85,6 +81,19 @@ def told_of(variant: Variant) -> str:
     rate = variant.best.tokens_per_s_per_gpu
     speed = f", {rate:,.0f} tokens/s/GPU" if rate else ""
     return f"{head}{variant.best.best.iteration_ms:,.1f} ms{speed} (composed): {describe(variant.best.knobs)}"
+
+
+def verifications(result: TuneResult) -> Iterator[str]:
+    """What slices on a real GPU said, beside what was predicted."""
+    for c in result.candidates:
+        if c.verified is not None and c.best is not None:
+            found, told = c.verified, c.best
+            yield (
+                f"verified on a GPU: {found.iteration_ms:,.1f} ms ({told.source} {told.iteration_ms:,.1f}), "
+                f"{found.memory_bytes / _GIB:.1f} GiB ({told.memory_bytes / _GIB:.1f}): {describe(c.knobs)}"
+            )
+        elif c.unverified:
+            yield f"not verified: {describe(c.knobs)}: {c.unverified}"
 
 
 def _share(part: float, estimate: Estimate) -> str:
