@@ -103,6 +103,11 @@ class CommOps(msgspec.Struct, frozen=True, kw_only=True):
         """Indices into ``Program.comms``."""
         return self.batches.get(op) or (int(self.comm[op]),)
 
+    def used_comms(self) -> list[int]:
+        """Indices into ``Program.comms`` that some op uses, ascending."""
+        used = set(np.flatnonzero(np.bincount(self.comm)).tolist())
+        return sorted(used.union(*self.batches.values()))
+
 
 class HostSync(msgspec.Struct, frozen=True, kw_only=True):
     """The host waits."""
@@ -143,15 +148,15 @@ def compile_stretch(
     """Compile events ``[lo, hi)``; ``host0`` is the host time of what came before."""
     events = program.events[lo:hi]
     kind, stream, ref = (np.ascontiguousarray(events[f]) for f in ("kind", "stream", "ref"))
-    host_end = np.cumsum(host_ns_of_events(program, prices, lo, hi))
+    host_end = np.cumsum(host_ns_of_events(kind, ref, events["value"], prices))
     host_end += host0
 
     ops = comm_ops(program, lo=lo, hi=hi, host_end=host_end)
     syncs = _host_syncs(kind, stream, ref, host_end, lo)
 
-    launched = np.zeros(len(events), dtype=bool)
-    is_kernel = kind == EventKind.KERNEL
-    launched[is_kernel] = prices.op_launches[ref[is_kernel]]
+    launched = np.flatnonzero(kind == EventKind.KERNEL)
+    launched = launched[prices.op_launches[ref[launched]]]
+    launched_on = stream[launched]
 
     simple = np.flatnonzero(
         (kind == EventKind.WORK_WAIT) | (kind == EventKind.EVENT_WAIT) | (kind == EventKind.EVENT_RECORD)
@@ -160,11 +165,9 @@ def compile_stretch(
     comm_code = np.where(ops.is_async, int(Code.COMM_ASYNC), int(Code.COMM_SYNC))
     comm_stream = ops.stream
 
-    used = np.unique(
-        np.concatenate((stream[launched].astype(np.int64), stream[simple].astype(np.int64), comm_stream))
-    )
+    counts = [np.bincount(streams) for streams in (launched_on, stream[simple], comm_stream)]
     synced = {s for sync in syncs for s in sync.streams if s >= 0}
-    used = sorted({*used.tolist(), *synced})
+    used = sorted(synced.union(*(np.flatnonzero(count).tolist() for count in counts)))
     compiled = []
     for s in used:
         own = simple[stream[simple] == s]
@@ -177,7 +180,7 @@ def compile_stretch(
             stream=s,
             lo=lo,
         )
-        kernels = np.flatnonzero(launched & (stream == s))
+        kernels = launched[launched_on == s]
         durations = prices.op_ns[ref[kernels]]
         compiled.append(
             _stream_items(s, (np.append(at, hi - lo), code, arg), kernels, durations, host_end[kernels], lo)

@@ -15,7 +15,7 @@ import numpy as np
 from prism_plugins.program.model import EventKind
 from prism_plugins.program.prediction import Breakdown
 from prism_plugins.simulate.compile import NEVER, Code, StreamItems
-from prism_plugins.simulate.prices import host_ns_of_events, used_comms
+from prism_plugins.simulate.prices import host_ns_of_events
 from prism_plugins.simulate.process import Machine
 from prism_plugins.simulate.timeline import COMM_LANE, OpTimes
 from prism_plugins.simulate.unit import Unit
@@ -74,10 +74,9 @@ def call_starts(unit: Unit, machine: Machine) -> CallStarts:
 def expand_unit(unit: Unit, machine: Machine) -> OpTimes:
     """Times of the events of one stretch."""
     stretch = unit.stretch
-    bases = np.array(machine.bases(unit))
-    base = bases[np.searchsorted(_sync_events(unit), np.arange(stretch.lo, stretch.hi), side="left")]
-    host_end = base + stretch.host_end_ns
-    host = host_end - host_ns_of_events(stretch.program, stretch.prices, stretch.lo, stretch.hi)
+    host_end = machine.base_at(unit, np.arange(stretch.lo, stretch.hi)) + stretch.host_end_ns
+    events = stretch.program.events[stretch.lo : stretch.hi]
+    host = host_end - host_ns_of_events(events["kind"], events["ref"], events["value"], stretch.prices)
     start, end = host.copy(), host.copy()
     lane = stretch.program.events["stream"][stretch.lo : stretch.hi].astype(np.int32)
     transfer = np.full(len(start), np.nan)
@@ -127,7 +126,7 @@ def _op_starts(
     comm = np.flatnonzero(items.code <= Code.COMM_ASYNC)
     op = items.arg[comm]
     event = unit.stretch.ops.event[op]
-    base = np.array(machine.bases(unit))[np.searchsorted(_sync_events(unit), event, side="left")]
+    base = machine.base_at(unit, event)
     at = np.maximum(after_run[comm], base + unit.stretch.host_end_ns[event - unit.stretch.lo])
     previous = unit.op_previous[op]
     return op, np.where(previous >= 0, np.maximum(at, machine.values(previous)), at)
@@ -148,11 +147,9 @@ def _runs(unit: Unit, items: StreamItems, machine: Machine) -> _Runs:
     durations = items.durations(unit.stretch.prices.op_ns, unit.stretch.program.events["ref"])
     before = np.zeros(len(durations) + 1)
     np.cumsum(items.with_waits(durations), out=before[1:])
-    after = np.array(machine.trace(unit, items.stream))
+    after = machine.trace(unit, items.stream)
     at_start = np.concatenate(([machine.start(unit, items.stream)], after[:-1]))
-    base_of_item = np.array(machine.bases(unit))[
-        np.searchsorted(_sync_events(unit), items.event, side="left")
-    ]
+    base_of_item = machine.base_at(unit, items.event)
     stop = np.append(items.first_kernel[1:], len(durations))
     # `issue_ns` of the run; -inf for an empty run leaves the stream where it was.
     after_run = np.maximum(
@@ -173,10 +170,7 @@ def stream_times(unit: Unit, items: StreamItems, machine: Machine) -> StreamTime
     stretch = unit.stretch
     runs = _runs(unit, items, machine)
     durations, before, stop, at_start = runs.durations, runs.before, runs.stop, runs.at_start
-    issued = (
-        np.array(machine.bases(unit))[np.searchsorted(_sync_events(unit), items.kernels, side="left")]
-        + stretch.host_end_ns[items.kernels - stretch.lo]
-    )
+    issued = machine.base_at(unit, items.kernels) + stretch.host_end_ns[items.kernels - stretch.lo]
     bound = issued - before[:-1]
     filled = np.flatnonzero(stop > items.first_kernel)
     first = items.first_kernel[filled]
@@ -202,15 +196,13 @@ def break_down(leaf: Unit, machine: Machine, total_ns: float) -> Breakdown:
     """
     busy, optimizer, waits, bubbles = [], [], [], []
     for unit in leaf.chain():
-        in_optimizer = unit.phase_mask("optimizer")
-        bases = np.array(machine.bases(unit))
         for items in unit.stretch.streams:
             times = stream_times(unit, items, machine)
             busy.append((times.kernel_start, times.kernel_end))
-            mask = in_optimizer[items.kernels - unit.stretch.lo]
-            optimizer.append((times.kernel_start[mask], times.kernel_end[mask]))
-            base = bases[np.searchsorted(_sync_events(unit), items.event, side="left")]
-            issued = base + _issue_offset(unit, items)
+            for lo, hi in unit.phases("optimizer"):
+                mine = slice(*np.searchsorted(items.kernels, (lo, hi)))
+                optimizer.append((times.kernel_start[mine], times.kernel_end[mine]))
+            issued = machine.base_at(unit, items.event) + _issue_offset(unit, items)
             since = np.maximum(times.after_run, np.minimum(issued, times.after_item))
             where, met = _waits(unit, items, machine)
             met = np.clip(met, since[where], times.after_item[where])
@@ -258,13 +250,11 @@ def _blocked_host(
 
 def intersection(a: Interval, b: Interval) -> Interval:
     """Times in both."""
-    starts: list[np.ndarray] = []
-    ends: list[np.ndarray] = []
-    for start, end in zip(a.start.tolist(), a.end.tolist(), strict=True):
-        low, high = np.searchsorted(b.end, start, side="right"), np.searchsorted(b.start, end, side="left")
-        starts.append(np.maximum(b.start[low:high], start))
-        ends.append(np.minimum(b.end[low:high], end))
-    return union(list(zip(starts, ends, strict=True)))
+    low = np.searchsorted(b.end, a.start, side="right")
+    counts = np.maximum(np.searchsorted(b.start, a.end, side="left") - low, 0)
+    mine = np.repeat(np.arange(len(a.start)), counts)
+    its = np.arange(len(mine)) - np.repeat(np.cumsum(counts) - counts, counts) + low[mine]
+    return union([(np.maximum(b.start[its], a.start[mine]), np.minimum(b.end[its], a.end[mine]))])
 
 
 def union(parts: list[tuple[np.ndarray, np.ndarray]]) -> Interval:
@@ -331,7 +321,7 @@ def _other_stage_until(unit: Unit, machine: Machine) -> np.ndarray:
     program = unit.stretch.program
     p2p = np.zeros(len(program.comms), dtype=bool)
     collective = np.zeros(len(program.comms), dtype=bool)
-    for i in used_comms(program).tolist():
+    for i in ops.used_comms():
         comm = program.comms[i]
         if comm.kind in ("send", "recv"):
             p2p[i] = quotient.cells[quotient.peers[cell.index, i]].stage != cell.stage

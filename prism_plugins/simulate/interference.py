@@ -126,7 +126,7 @@ def _transfers(unit: Unit, machine: Machine) -> tuple[tuple, tuple, np.ndarray]:
     for items in unit.stretch.streams:
         at = np.flatnonzero(items.code == Code.COMM_ASYNC)
         op = items.arg[at]
-        came = np.array(machine.trace(unit, items.stream))[at]
+        came = machine.trace(unit, items.stream)[at]
         previous = unit.op_previous[op]
         came = np.where(previous >= 0, np.maximum(came, machine.values(previous)), came)
         kernel[op] = np.minimum(np.maximum(came, 0.0), began[op])
@@ -138,11 +138,9 @@ def _transfers(unit: Unit, machine: Machine) -> tuple[tuple, tuple, np.ndarray]:
 def _runs(unit: Unit, items: StreamItems, machine: Machine) -> _Runs:
     stretch = unit.stretch
     prices = stretch.prices
-    bases = np.array(machine.bases(unit))
-    syncs = np.array([s.event for s in stretch.syncs], dtype=np.int64)
-    after = np.array(machine.trace(unit, items.stream))
+    after = machine.trace(unit, items.stream)
     at_start = np.concatenate(([machine.start(unit, items.stream)], after[:-1]))
-    base = bases[np.searchsorted(syncs, items.event, side="left")]
+    base = machine.base_at(unit, items.event)
     end = np.maximum(at_start + items.run_ns, base + items.issue_ns)
     ref = stretch.program.events["ref"][items.kernels]
     durations = prices.op_ns[ref]

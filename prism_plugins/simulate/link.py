@@ -15,7 +15,7 @@ from prism_plugins.program.calls import P2P, agreement, describe, phase_at
 from prism_plugins.program.model import CommSignature, Program
 from prism_plugins.simulate.compile import Stretch
 from prism_plugins.simulate.faults import Party, SimulationFault
-from prism_plugins.simulate.prices import Pricer, used_comms
+from prism_plugins.simulate.prices import Pricer
 from prism_plugins.simulate.quotient import Cell, Quotient
 
 
@@ -86,7 +86,7 @@ class Layer:
 
     def _rows(self, cell: Cell, stretch: Stretch) -> _Rows:
         comms, ops = stretch.program.comms, stretch.ops
-        channel_of_comm, side_of_comm = self._comm_channels(cell, stretch.program)
+        channel_of_comm, side_of_comm = self._comm_channels(cell, stretch)
         agreement_of_comm = np.array([self._agree((agreement(c),)) for c in comms], dtype=np.int64)
         op, comm = np.arange(len(ops)), ops.comm
         extra = [self._batch(stretch, index, parts) for index, parts in ops.batches.items()]
@@ -116,10 +116,11 @@ class Layer:
             duration_ns=duration,
         )
 
-    def _comm_channels(self, cell: Cell, program: Program) -> tuple[np.ndarray, np.ndarray]:
+    def _comm_channels(self, cell: Cell, stretch: Stretch) -> tuple[np.ndarray, np.ndarray]:
+        program = stretch.program
         channels = np.full(len(program.comms), -1, dtype=np.int64)
         sides = np.zeros(len(program.comms), dtype=np.int64)
-        for index in used_comms(program).tolist():
+        for index in stretch.ops.used_comms():
             comm = program.comms[index]
             communicator = self.quotient.communicator[cell.index, comm.group]
             key: tuple[int, ...] = (communicator,)

@@ -48,9 +48,16 @@ class Pricer:
         self._costs = costs
         self._ops: dict[tuple[int, int], tuple[OpSignature, CostModel, Price]] = {}
         self._tables: dict[int, tuple[object, tuple[np.ndarray, ...]]] = {}
+        self._programs: dict[int, tuple[Program, ProgramPrices]] = {}
 
     def price(self, program: Program) -> ProgramPrices:
         """Price every distinct op and call of a program."""
+        entry = self._programs.get(id(program))
+        if entry is None:
+            entry = self._programs[id(program)] = (program, self._price(program))
+        return entry[1]
+
+    def _price(self, program: Program) -> ProgramPrices:
         op_ns, op_host_ns, op_launches, op_unpriced, op_bytes, op_arithmetic = self._op_table(program)
         used = set(used_comms(program).tolist())
         comm = [self.price_comm(program, c) if i in used else _UNUSED for i, c in enumerate(program.comms)]
@@ -124,18 +131,17 @@ def comm_ranks(rank: int, group: GroupInfo, comm: CommSignature) -> tuple[int, .
     return group.ranks
 
 
-def host_ns_of_events(program: Program, prices: ProgramPrices, lo: int, hi: int) -> np.ndarray:
-    """Host time of each event in ``[lo, hi)``, shape (hi - lo,)."""
-    events = program.events[lo:hi]
-    kind, ref = events["kind"], events["ref"]
+def host_ns_of_events(
+    kind: np.ndarray, ref: np.ndarray, value: np.ndarray, prices: ProgramPrices
+) -> np.ndarray:
+    """Host time of events, ns; their columns and the result have shape (num_events,)."""
     host = _BY_KIND[kind]
-    kernels = kind == EventKind.KERNEL
-    host[kernels] = prices.op_host_ns[ref[kernels]]
-    comms = kind == EventKind.COMM
-    host[comms] = prices.comm_host_ns[ref[comms]]
-    explicit = kind == EventKind.HOST
-    host[explicit] = events["value"][explicit]
-    priced = explicit & (ref > 0)
+    for of_kind, table in ((EventKind.KERNEL, prices.op_host_ns), (EventKind.COMM, prices.comm_host_ns)):
+        at = np.flatnonzero(kind == of_kind)
+        host[at] = table[ref[at]]
+    at = np.flatnonzero(kind == EventKind.HOST)
+    host[at] = value[at]
+    priced = at[ref[at] > 0]
     host[priced] += prices.op_ns[ref[priced] - 1]
     return host
 

@@ -124,7 +124,14 @@ class Machine:
     def bases(self, unit: Unit) -> np.ndarray:
         """The host's base before the first and after each host wait of a stretch."""
         first = self._times[unit.parent.base_slot] if unit.parent else 0.0
-        return np.append(first, self._times[np.array(unit.sync_slot, dtype=np.int64)])
+        return np.append(first, self._times[unit.sync_slot])
+
+    def base_at(self, unit: Unit, events: np.ndarray) -> np.ndarray:
+        """The host's base at each of some events, ascending: a later event, but not the wait itself, is issued from the base
+        after a wait."""
+        waits = np.array([sync.event for sync in unit.stretch.syncs], dtype=np.int64)
+        at = np.searchsorted(events, waits, side="right")
+        return np.repeat(self.bases(unit), np.diff(at, prepend=0, append=len(events)))
 
     def finish_ns(self, leaf: Unit) -> float:
         """When the last lane of a cell comes to rest."""
@@ -181,18 +188,21 @@ class Machine:
             unit.op_slot = unit.op_slot.copy()
             unit.op_slot[batches] = self._new_slots(len(batches))
         if unit.parent is not None:
-            unit.event_slot.update(unit.parent.event_slot)
             unit.lane_last.update(unit.parent.lane_last)
         unit.op_previous = _previous_on_lane(unit)
         for lane in np.unique(ops.lane).tolist():
             unit.lane_last[lane] = int(unit.op_slot[np.flatnonzero(ops.lane == lane)[-1]])
+        recorded: list[np.ndarray] = []
         for items in stretch.streams:
-            recorded = items.arg[items.code == Code.RECORD].tolist()
-            unit.event_slot.update(zip(recorded, self._new_slots(len(recorded)), strict=True))
-            marks = [(number, items.stream) for number in items.arg[items.code == Code.MARK].tolist()]
-            unit.mark_slot.update(zip(marks, self._new_slots(len(marks)), strict=True))
+            recorded.append(items.arg[items.code == Code.RECORD])
+            marks = items.arg[items.code == Code.MARK].tolist()
+            unit.mark_slot[items.stream] = dict(zip(marks, self._new_slots(len(marks)), strict=True))
             unit.end_slot[items.stream] = self._new_slots(1)[0]
-        unit.sync_slot = list(self._new_slots(len(stretch.syncs)))
+        if recorded:
+            events = np.concatenate(recorded)
+            order = np.argsort(events, kind="stable")
+            unit.recorded = events[order], np.array(self._new_slots(len(events)), dtype=np.int64)[order]
+        unit.sync_slot = np.array(self._new_slots(len(stretch.syncs)), dtype=np.int64)
         unit.base_slot = self._new_slots(1)[0]
 
     def _load(self, unit: Unit) -> None:
@@ -512,14 +522,17 @@ def _behind(before: list[tuple[int, int]], program: Items) -> Items:
 
 
 def _host_program(unit: Unit) -> Items:
-    lanes = _lanes_before(unit)
+    syncs = unit.stretch.syncs
+    lanes = _lanes_before(unit) if any(sync.everything for sync in syncs) else []
     here = {items.stream for items in unit.stretch.streams}
     before = [slot for s, slot in (unit.parent.end_slot if unit.parent else {}).items() if s not in here]
+    events = unit.slots_of_events(np.array([sync.cuda_event for sync in syncs], dtype=np.int64)).tolist()
     more = {}
-    for number, sync in enumerate(unit.stretch.syncs):
-        slots = [unit.mark_slot[number, s] for s in sync.streams if (number, s) in unit.mark_slot]
-        if sync.cuda_event in unit.event_slot:
-            slots.append(unit.event_slot[sync.cuda_event])
+    for number, (sync, event) in enumerate(zip(syncs, events, strict=True)):
+        marks = (unit.mark_slot.get(stream, {}).get(number) for stream in sync.streams)
+        slots = [slot for slot in marks if slot is not None]
+        if event >= 0:
+            slots.append(event)
         if sync.everything:
             slots += [*lanes[number], *before]
         more[number] = tuple(slots)
@@ -552,14 +565,12 @@ def _stream_program(unit: Unit, items: StreamItems) -> Items:
     issue[sync] = np.maximum(issue[sync], host[sync])
     waits = np.flatnonzero(items.code == Code.WAIT_WORK)
     slot[waits] = unit.slots_of_works(items.arg[waits])
-    for which, table in (
-        (Code.WAIT_EVENT, unit.event_slot),
-        (Code.RECORD, unit.event_slot),
-        (Code.MARK, {number: s for (number, stream), s in unit.mark_slot.items() if stream == items.stream}),
-        (Code.SEGMENT, dict(enumerate(unit.sync_slot))),
-    ):
-        mine = np.flatnonzero(items.code == which)
-        slot[mine] = [table.get(arg, -1) for arg in items.arg[mine].tolist()]
+    events = np.flatnonzero((items.code == Code.WAIT_EVENT) | (items.code == Code.RECORD))
+    slot[events] = unit.slots_of_events(items.arg[events])
+    segments = np.flatnonzero(items.code == Code.SEGMENT)
+    slot[segments] = unit.sync_slot[items.arg[segments]]
+    marks = np.flatnonzero(items.code == Code.MARK)
+    slot[marks] = [unit.mark_slot[items.stream][number] for number in items.arg[marks].tolist()]
     slot[items.code == Code.END] = unit.end_slot[items.stream]
     code[(code == _WAIT) & (slot < 0)] = _SET  # begun before the iteration: nothing to wait for
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from prism_plugins.program.model import EventKind
@@ -26,11 +28,11 @@ class Unit:
         """Per op: slot of the op before it on its communicator, -1 where it need not be looked at."""
         self.lane_last: dict[int, int] = {}
         """Communicator → slot of its last op."""
-        self.event_slot: dict[int, int] = {}
-        """CUDA event → slot."""
-        self.mark_slot: dict[tuple[int, int], int] = {}
-        """(host sync, stream) → slot."""
-        self.sync_slot: list[int] = []
+        self.recorded: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
+        """CUDA events that the stretch records, ascending, and their slots."""
+        self.mark_slot: dict[int, dict[int, int]] = {}
+        """Stream → host sync → slot."""
+        self.sync_slot: np.ndarray = np.empty(0, dtype=np.int64)
         """Per host sync: the slot that holds the host's base after it."""
         self.end_slot: dict[int, int] = {}
         """Stream → slot of its time at the end of the stretch."""
@@ -44,7 +46,7 @@ class Unit:
     def forget(self) -> None:
         """Drop what a machine set."""
         self.op_slot = self.linked.first_slot
-        for table in (self.lane_last, self.event_slot, self.mark_slot, self.end_slot):
+        for table in (self.lane_last, self.mark_slot, self.end_slot):
             table.clear()
 
     def chain(self) -> list[Unit]:
@@ -62,16 +64,26 @@ class Unit:
             slots = np.where(found, self.op_slot[order[at]], slots)
         return slots
 
-    def phase_mask(self, kind: str) -> np.ndarray:
-        """bool over the events of the stretch: inside a phase of this kind."""
+    def slots_of_events(self, events: np.ndarray) -> np.ndarray:
+        """Slots of these CUDA events, -1 for those recorded before the iteration."""
+        slots = self.parent.slots_of_events(events) if self.parent else np.full(len(events), -1, np.int64)
+        recorded, own = self.recorded
+        if len(recorded) and len(events):
+            at = np.minimum(np.searchsorted(recorded, events), len(recorded) - 1)
+            slots = np.where(recorded[at] == events, own[at], slots)
+        return slots
+
+    def phases(self, kind: str) -> list[tuple[int, int]]:
+        """[first, end) of the events of each phase of this kind, as far as they lie in the stretch."""
         program, lo, hi = self.stretch.program, self.stretch.lo, self.stretch.hi
         wanted = np.array([phase.kind == kind for phase in program.phases] or [False], dtype=bool)
         events = program.events[lo:hi]
-        edge = np.zeros(hi - lo + 1, dtype=np.int64)
-        for which, step in ((EventKind.PHASE_BEGIN, 1), (EventKind.PHASE_END, -1)):
+        edges = []
+        for which in (EventKind.PHASE_BEGIN, EventKind.PHASE_END):
             at = np.flatnonzero(events["kind"] == which)
-            at = at[wanted[events["ref"][at]]]
-            edge[at] += step
-        depth = np.cumsum(edge[:-1])
-        # A stretch that begins inside such a phase sees its end first.
-        return depth + (1 if len(depth) and depth.min() < 0 else 0) > 0
+            edges.append((at[wanted[events["ref"][at]]] + lo).tolist())
+        begins, ends = edges
+        # A stretch that begins inside such a phase sees its end first, one that ends inside sees none.
+        if ends and (not begins or ends[0] < begins[0]):
+            begins = [lo, *begins]
+        return list(itertools.zip_longest(begins, ends, fillvalue=hi))
