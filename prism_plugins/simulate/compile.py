@@ -135,6 +135,8 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     streams: tuple[StreamItems, ...]
     ops: CommOps
     syncs: tuple[HostSync, ...]
+    phase_marks: np.ndarray
+    """Absolute indices of the events at which phases begin and end."""
 
     @property
     def host_at_end(self) -> float:
@@ -148,7 +150,8 @@ def compile_stretch(
     """Compile events ``[lo, hi)``; ``host0`` is the host time of what came before."""
     events = program.events[lo:hi]
     kind, stream, ref = (np.ascontiguousarray(events[f]) for f in ("kind", "stream", "ref"))
-    host_end = np.cumsum(host_ns_of_events(kind, ref, events["value"], prices))
+    host_end = host_ns_of_events(kind, ref, events["value"], prices)
+    np.cumsum(host_end, out=host_end)
     host_end += host0
 
     ops = comm_ops(program, lo=lo, hi=hi, host_end=host_end)
@@ -195,6 +198,7 @@ def compile_stretch(
         streams=tuple(compiled),
         ops=ops,
         syncs=syncs,
+        phase_marks=np.flatnonzero((kind == EventKind.PHASE_BEGIN) | (kind == EventKind.PHASE_END)) + lo,
     )
 
 
@@ -258,11 +262,12 @@ def _host_syncs(
     )
     if not len(index):
         return ()
-    device_streams = tuple(
-        np.unique(stream[(kind == EventKind.KERNEL) | (kind == EventKind.COMM)]).astype(int).tolist()
-    )
-    syncs = []
     stream_sync, event_sync = int(EventKind.STREAM_SYNC), int(EventKind.EVENT_SYNC)
+    device_streams: tuple[int, ...] = ()
+    if (kind[index] == EventKind.DEVICE_SYNC).any():
+        busy = np.bincount(stream[(kind == EventKind.KERNEL) | (kind == EventKind.COMM)])
+        device_streams = tuple(np.flatnonzero(busy).tolist())
+    syncs = []
     for i in index.tolist():
         if kind[i] == stream_sync:
             syncs.append(HostSync(event=lo + i, host_ns=float(host_end[i]), streams=(int(stream[i]),)))

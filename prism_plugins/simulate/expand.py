@@ -195,6 +195,7 @@ def break_down(leaf: Unit, machine: Machine, total_ns: float) -> Breakdown:
     host that waits for the device (a synchronisation) waits for what the device's communicators do meanwhile.
     """
     busy, optimizer, waits, bubbles = [], [], [], []
+    until = {id(unit): _other_stage_until(unit, machine) for unit in leaf.chain()}
     for unit in leaf.chain():
         for items in unit.stretch.streams:
             times = stream_times(unit, items, machine)
@@ -204,11 +205,11 @@ def break_down(leaf: Unit, machine: Machine, total_ns: float) -> Breakdown:
                 optimizer.append((times.kernel_start[mine], times.kernel_end[mine]))
             issued = machine.base_at(unit, items.event) + _issue_offset(unit, items)
             since = np.maximum(times.after_run, np.minimum(issued, times.after_item))
-            where, met = _waits(unit, items, machine)
+            where, met = _waits(unit, items, until)
             met = np.clip(met, since[where], times.after_item[where])
             bubbles.append((since[where], met))
             waits.append((met, times.after_item[where]))
-        own, other = _blocked_host(unit, machine)
+        own, other = _blocked_host(unit, machine, until[id(unit)])
         waits.append(own)
         bubbles.append(other)
     compute = union(busy)
@@ -229,9 +230,10 @@ def break_down(leaf: Unit, machine: Machine, total_ns: float) -> Breakdown:
 
 
 def _blocked_host(
-    unit: Unit, machine: Machine
+    unit: Unit, machine: Machine, until: np.ndarray
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """(start, end) of communication while the host waits for the device: of the own stage, and for other stages."""
+    """(start, end) of communication while the host waits for the device: of the own stage, and for other stages.
+    ``until``: of :func:`_other_stage_until`."""
     stretch, ops = unit.stretch, unit.stretch.ops
     syncs = _sync_events(unit)
     nothing = np.empty(0), np.empty(0)
@@ -243,7 +245,7 @@ def _blocked_host(
     end = machine.values(unit.op_slot)
     first = unit.linked.first_slot
     moving = np.minimum(machine.values(first) - machine.durations(first), end)
-    met = np.clip(_other_stage_until(unit, machine), moving, end)
+    met = np.clip(until, moving, end)
     own, other = (intersection(blocked, union([part])) for part in ((met, end), (moving, met)))
     return (own.start, own.end), (other.start, other.end)
 
@@ -296,21 +298,20 @@ def _sync_events(unit: Unit) -> np.ndarray:
     return np.array([s.event for s in unit.stretch.syncs], dtype=np.int64)
 
 
-def _waits(unit: Unit, items: StreamItems, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
+def _waits(unit: Unit, items: StreamItems, until: dict[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Items that wait for communication, and until when each waits for another stage: for ever if it is p2p with one, until the
-    transfer starts if it is a collective of several stages, not at all otherwise."""
+    transfer starts if it is a collective of several stages, not at all otherwise. ``until``: of :func:`_other_stage_until`, by
+    unit."""
     sync = np.flatnonzero(items.code == Code.COMM_SYNC)
     works = np.flatnonzero(items.code == Code.WAIT_WORK)
     met = np.full(len(items.code), NEVER)
-    met[sync] = _other_stage_until(unit, machine)[items.arg[sync]]
+    met[sync] = until[id(unit)][items.arg[sync]]
     for link in unit.chain():
         own = link.stretch.ops.work
         if len(own) and len(works):
             order = np.argsort(own)
             at = order[np.minimum(np.searchsorted(own[order], items.arg[works]), len(own) - 1)]
-            met[works] = np.where(
-                own[at] == items.arg[works], _other_stage_until(link, machine)[at], met[works]
-            )
+            met[works] = np.where(own[at] == items.arg[works], until[id(link)][at], met[works])
     where = np.sort(np.concatenate((sync, works)))
     return where, met[where]
 

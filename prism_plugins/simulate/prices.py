@@ -135,7 +135,9 @@ def host_ns_of_events(
     kind: np.ndarray, ref: np.ndarray, value: np.ndarray, prices: ProgramPrices
 ) -> np.ndarray:
     """Host time of events, ns; their columns and the result have shape (num_events,)."""
-    host = _BY_KIND[kind]
+    host = np.zeros(len(kind))
+    waits = (kind == EventKind.WORK_WAIT) | (kind == EventKind.EVENT_RECORD) | (kind == EventKind.EVENT_WAIT)
+    host[waits] = HOST_NS_PER_WAIT
     for of_kind, table in ((EventKind.KERNEL, prices.op_host_ns), (EventKind.COMM, prices.comm_host_ns)):
         at = np.flatnonzero(kind == of_kind)
         host[at] = table[ref[at]]
@@ -144,7 +146,3 @@ def host_ns_of_events(
     priced = at[ref[at] > 0]
     host[priced] += prices.op_ns[ref[priced] - 1]
     return host
-
-
-_BY_KIND = np.zeros(256)
-_BY_KIND[[EventKind.WORK_WAIT, EventKind.EVENT_RECORD, EventKind.EVENT_WAIT]] = HOST_NS_PER_WAIT

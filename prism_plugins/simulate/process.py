@@ -37,16 +37,20 @@ class Items(msgspec.Struct, frozen=True, kw_only=True):
     """Of an op, the slot that tells when its communicator is free; -1."""
     host: np.ndarray
     """Host offset."""
-    more: dict[int, tuple[int, ...]]
-    """Item → the slots of a batch's parts, or that a host waits for."""
+    more: tuple[np.ndarray, np.ndarray]
+    """(items, ascending; slots): of a batch its parts, of a host what it waits for."""
 
     def tuples(self) -> list[tuple]:
         """(code, D, C, slot, previous, host offset): ``previous`` of a batch is (slot, parts), of a host its slots."""
         columns = (self.code, self.run, self.issue, self.slot, self.previous, self.host)
         out = list(zip(*(column.tolist() for column in columns), strict=True))
-        for i, slots in self.more.items():
+        items, slots = self.more
+        several = np.flatnonzero(self.code >= _SYNC_BATCH)
+        first, last = np.searchsorted(items, several), np.searchsorted(items, several, side="right")
+        for i, a, b in zip(several.tolist(), first.tolist(), last.tolist(), strict=True):
             code, run, issue, slot, previous, host = out[i]
-            out[i] = (code, run, issue, slot, slots if code == _HOST else (previous, slots), host)
+            more = tuple(slots[a:b].tolist())
+            out[i] = (code, run, issue, slot, more if code == _HOST else (previous, more), host)
         return out
 
 
@@ -175,10 +179,10 @@ class Machine:
 
     # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _new_slots(self, count: int) -> range:
+    def _new_slots(self, count: int) -> np.ndarray:
         first = self._num_slots
         self._num_slots += count
-        return range(first, first + count)
+        return np.arange(first, self._num_slots)
 
     def _allocate(self, unit: Unit) -> None:
         """Give slots to everything that other processes may refer to."""
@@ -195,15 +199,15 @@ class Machine:
         recorded: list[np.ndarray] = []
         for items in stretch.streams:
             recorded.append(items.arg[items.code == Code.RECORD])
-            marks = items.arg[items.code == Code.MARK].tolist()
-            unit.mark_slot[items.stream] = dict(zip(marks, self._new_slots(len(marks)), strict=True))
-            unit.end_slot[items.stream] = self._new_slots(1)[0]
+            marks = items.arg[items.code == Code.MARK]
+            unit.mark_slot[items.stream] = marks, self._new_slots(len(marks))
+            unit.end_slot[items.stream] = int(self._new_slots(1)[0])
         if recorded:
             events = np.concatenate(recorded)
             order = np.argsort(events, kind="stable")
-            unit.recorded = events[order], np.array(self._new_slots(len(events)), dtype=np.int64)[order]
-        unit.sync_slot = np.array(self._new_slots(len(stretch.syncs)), dtype=np.int64)
-        unit.base_slot = self._new_slots(1)[0]
+            unit.recorded = events[order], self._new_slots(len(events))[order]
+        unit.sync_slot = self._new_slots(len(stretch.syncs))
+        unit.base_slot = int(self._new_slots(1)[0])
 
     def _load(self, unit: Unit) -> None:
         self._add(unit, -1, _host_program(unit))
@@ -241,17 +245,13 @@ class Machine:
             name: np.concatenate([getattr(program, name) for program in programs])
             for name in ("code", "run", "issue", "host", "slot", "previous")
         }
-        counts = np.zeros(len(columns["code"]) + 1, dtype=np.int64)
-        more: list[int] = []
-        for first, program in zip(self._begin.tolist(), programs, strict=False):
-            for i in sorted(program.more):
-                counts[first + i + 1] = len(program.more[i])
-                more += program.more[i]
+        items = np.concatenate([p.more[0] + first for p, first in zip(programs, self._begin, strict=False)])
+        counts = np.bincount(items, minlength=len(columns["code"]))
         return native.run_machine(
             self._begin,
             columns,
-            np.cumsum(counts),
-            np.array(more, dtype=np.int64),
+            np.append(0, np.cumsum(counts)),
+            np.concatenate([program.more[1] for program in programs]),
             duration=self._transfer,
             missing=self._expected,
         )
@@ -485,26 +485,6 @@ def _previous_on_lane(unit: Unit) -> np.ndarray:
     return slot
 
 
-def _lanes_before(unit: Unit) -> list[list[int]]:
-    """Per host sync: slots of the last asynchronous op of each communicator issued before it.
-
-    Streams wait for synchronous ops themselves.
-    """
-    ops, syncs = unit.stretch.ops, unit.stretch.syncs
-    out: list[list[int]] = [[] for _ in syncs]
-    at = np.array([s.event for s in syncs], dtype=np.int64)
-    inherited = dict(unit.parent.lane_last) if unit.parent else {}
-    for lane in {*np.unique(ops.lane).tolist(), *inherited}:
-        mine = np.flatnonzero(ops.lane == lane)
-        last = np.searchsorted(ops.event[mine], at) - 1
-        for number, i in enumerate(last.tolist()):
-            if i < 0 and lane in inherited:
-                out[number].append(inherited[lane])
-            elif i >= 0 and ops.is_async[mine[i]]:
-                out[number].append(int(unit.op_slot[mine[i]]))
-    return out
-
-
 def _behind(before: list[tuple[int, int]], program: Items) -> Items:
     """A program with items (code, slot) before it."""
     if not before:
@@ -517,36 +497,55 @@ def _behind(before: list[tuple[int, int]], program: Items) -> Items:
         slot=np.concatenate((np.array([slot for _, slot in before], np.int64), program.slot)),
         previous=np.concatenate((np.full(n, -1, np.int64), program.previous)),
         host=np.concatenate((np.zeros(n), program.host)),
-        more={n + i: slots for i, slots in program.more.items()},
+        more=(program.more[0] + n, program.more[1]),
     )
 
 
 def _host_program(unit: Unit) -> Items:
     syncs = unit.stretch.syncs
-    lanes = _lanes_before(unit) if any(sync.everything for sync in syncs) else []
-    here = {items.stream for items in unit.stretch.streams}
-    before = [slot for s, slot in (unit.parent.end_slot if unit.parent else {}).items() if s not in here]
-    events = unit.slots_of_events(np.array([sync.cuda_event for sync in syncs], dtype=np.int64)).tolist()
-    more = {}
-    for number, (sync, event) in enumerate(zip(syncs, events, strict=True)):
-        marks = (unit.mark_slot.get(stream, {}).get(number) for stream in sync.streams)
-        slots = [slot for slot in marks if slot is not None]
-        if event >= 0:
-            slots.append(event)
-        if sync.everything:
-            slots += [*lanes[number], *before]
-        more[number] = tuple(slots)
-    n = len(unit.stretch.syncs) + 1
-    more[n - 1] = ()
+    n = len(syncs) + 1
+    items, slots = _of_everything(unit)
+    events = unit.slots_of_events(np.array([sync.cuda_event for sync in syncs], dtype=np.int64))
+    known = np.flatnonzero(events >= 0)
+    marks = unit.mark_slot.values()
+    items = np.concatenate((items, known, *(numbers for numbers, _ in marks)))
+    slots = np.concatenate((slots, events[known], *(slots for _, slots in marks)))
+    order = np.argsort(items, kind="stable")
     return Items(
         code=np.full(n, _HOST, dtype=np.int64),
         run=np.zeros(n),
         issue=np.full(n, _NEVER),
-        slot=np.array([*unit.sync_slot, unit.base_slot], dtype=np.int64),
+        slot=np.append(unit.sync_slot, unit.base_slot),
         previous=np.full(n, -1, dtype=np.int64),
-        host=np.array([*(sync.host_ns for sync in unit.stretch.syncs), 0.0]),
-        more=more,
+        host=np.array([*(sync.host_ns for sync in syncs), 0.0]),
+        more=(items[order], slots[order]),
     )
+
+
+def _of_everything(unit: Unit) -> tuple[np.ndarray, np.ndarray]:
+    """(host syncs, slots): what waits for the whole device wait for beyond the unit's streams: the last asynchronous op of
+    each communicator issued before it (streams wait for synchronous ops themselves), and the streams that only the parent
+    used."""
+    ops, syncs = unit.stretch.ops, unit.stretch.syncs
+    everything = np.array([number for number, sync in enumerate(syncs) if sync.everything], dtype=np.int64)
+    if not len(everything):
+        return everything, everything
+    here = {items.stream for items in unit.stretch.streams}
+    before = [slot for s, slot in (unit.parent.end_slot if unit.parent else {}).items() if s not in here]
+    found = [(everything, np.full(len(everything), slot)) for slot in before]
+    at = np.array([syncs[number].event for number in everything.tolist()], dtype=np.int64)
+    inherited = dict(unit.parent.lane_last) if unit.parent else {}
+    for lane in {*np.unique(ops.lane).tolist(), *inherited}:
+        mine = np.flatnonzero(ops.lane == lane)
+        last = np.searchsorted(ops.event[mine], at) - 1
+        own = last >= 0
+        op = mine[last[own]]
+        keep = ops.is_async[op]
+        found.append((everything[own][keep], unit.op_slot[op[keep]]))
+        if lane in inherited:
+            found.append((everything[~own], np.full(int((~own).sum()), inherited[lane])))
+    items, slots = (np.concatenate(column) for column in zip(*found, strict=True)) if found else (at[:0],) * 2
+    return items, slots
 
 
 def _stream_program(unit: Unit, items: StreamItems) -> Items:
@@ -569,16 +568,17 @@ def _stream_program(unit: Unit, items: StreamItems) -> Items:
     slot[events] = unit.slots_of_events(items.arg[events])
     segments = np.flatnonzero(items.code == Code.SEGMENT)
     slot[segments] = unit.sync_slot[items.arg[segments]]
-    marks = np.flatnonzero(items.code == Code.MARK)
-    slot[marks] = [unit.mark_slot[items.stream][number] for number in items.arg[marks].tolist()]
+    slot[items.code == Code.MARK] = unit.mark_slot[items.stream][1]
     slot[items.code == Code.END] = unit.end_slot[items.stream]
     code[(code == _WAIT) & (slot < 0)] = _SET  # begun before the iteration: nothing to wait for
 
     batches = unit.linked.parts
+    batched = comm[np.isin(op, list(batches))] if batches else comm[:0]
+    parts = [batches[i] for i in items.arg[batched].tolist()]
     more = (
-        {i: batches[int(items.arg[i])] for i in comm[np.isin(op, list(batches))].tolist()} if batches else {}
+        np.repeat(batched, [len(p) for p in parts]) if parts else batched,
+        np.array([slot for p in parts for slot in p], dtype=np.int64),
     )
-    batched = np.array(list(more), dtype=np.int64)
     code[batched] = np.where(code[batched] == _SYNC, _SYNC_BATCH, _ASYNC_BATCH)
     return Items(code=code, run=items.run_ns, issue=issue, slot=slot, previous=previous, host=host, more=more)
 

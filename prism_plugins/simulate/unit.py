@@ -30,8 +30,8 @@ class Unit:
         """Communicator → slot of its last op."""
         self.recorded: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
         """CUDA events that the stretch records, ascending, and their slots."""
-        self.mark_slot: dict[int, dict[int, int]] = {}
-        """Stream → host sync → slot."""
+        self.mark_slot: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """Stream → host syncs that wait for it, and their slots."""
         self.sync_slot: np.ndarray = np.empty(0, dtype=np.int64)
         """Per host sync: the slot that holds the host's base after it."""
         self.end_slot: dict[int, int] = {}
@@ -77,12 +77,10 @@ class Unit:
         """[first, end) of the events of each phase of this kind, as far as they lie in the stretch."""
         program, lo, hi = self.stretch.program, self.stretch.lo, self.stretch.hi
         wanted = np.array([phase.kind == kind for phase in program.phases] or [False], dtype=bool)
-        events = program.events[lo:hi]
-        edges = []
-        for which in (EventKind.PHASE_BEGIN, EventKind.PHASE_END):
-            at = np.flatnonzero(events["kind"] == which)
-            edges.append((at[wanted[events["ref"][at]]] + lo).tolist())
-        begins, ends = edges
+        marks = self.stretch.phase_marks
+        marks = marks[wanted[program.events["ref"][marks]]]
+        is_begin = program.events["kind"][marks] == EventKind.PHASE_BEGIN
+        begins, ends = marks[is_begin].tolist(), marks[~is_begin].tolist()
         # A stretch that begins inside such a phase sees its end first, one that ends inside sees none.
         if ends and (not begins or ends[0] < begins[0]):
             begins = [lo, *begins]
