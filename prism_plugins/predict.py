@@ -181,7 +181,7 @@ def predict(evidence: Evidence) -> Prediction:
         findings=(
             *evidence.findings,
             *merged_findings(evidence.reports),
-            *memory_findings(evidence.memory),
+            *memory_findings(evidence.memory, data_parallel=facts.layout.dp * facts.layout.cp),
             *host_memory_findings(host),
             *_unsteady(evidence.reports),
         ),

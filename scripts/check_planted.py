@@ -124,7 +124,7 @@ LAYOUTS = {
         connections="",
     ),
     "out_of_memory": LayoutCase(
-        text="most of it are activations: recompute activations",
+        text="recompute activations",
         args=SIZES_7B.format(tp=1, batch=2),
         better=SIZES_7B.format(tp=8, batch=1),
         world=2,

@@ -349,8 +349,8 @@ def category_of_allocations(program: Program, live_after: int | None = None) -> 
     return Allocations(category, sizes[chosen], born[chosen], died[chosen])
 
 
-def memory_findings(classes: Iterable[ClassMemory]) -> list[Finding]:
-    """A finding for every class that does not fit its GPU, or hardly."""
+def memory_findings(classes: Iterable[ClassMemory], *, data_parallel: int = 1) -> list[Finding]:
+    """A finding for every class that does not fit its GPU, or hardly. ``data_parallel``: ranks over which state can be sharded."""
     findings = []
     for memory in classes:
         outside = memory.device_used_bytes - memory.peak_reserved_bytes
@@ -359,6 +359,7 @@ def memory_findings(classes: Iterable[ClassMemory]) -> list[Finding]:
         )
         where = f" during {memory.peak_phase}" if memory.peak_phase else ""
         need = memory.peak_allocated_bytes + outside
+        comfortable = int(_CLOSE_TO_CAPACITY * memory.capacity_bytes)
         room = f"of {memory.capacity_bytes / GIB:.1f} GiB ({outside / GIB:.1f} GiB of it CUDA and NCCL)"
         if need > memory.capacity_bytes:
             severity = "error"
@@ -366,15 +367,20 @@ def memory_findings(classes: Iterable[ClassMemory]) -> list[Finding]:
         elif memory.device_used_bytes > memory.capacity_bytes:
             severity = "warning"
             text = (
-                f"{memory.name} fits only after the allocator returns cached blocks: "
+                f"borderline: {memory.name} fits only after the allocator returns cached blocks: "
                 f"{memory.device_used_bytes / GIB:.1f} GiB {room}{where}; expandable segments may help"
             )
-        elif memory.device_used_bytes > _CLOSE_TO_CAPACITY * memory.capacity_bytes:
+        elif memory.device_used_bytes > comfortable:
             severity = "warning"
-            text = f"{memory.name} hardly fits: {memory.device_used_bytes / GIB:.1f} GiB {room}{where}"
+            text = (
+                f"borderline: {memory.name} hardly fits: {memory.device_used_bytes / GIB:.1f} GiB {room}{where}, "
+                f"{(memory.capacity_bytes - memory.device_used_bytes) / GIB:.1f} GiB are left for fragmentation"
+            )
         else:
             continue
-        text += _knob(memory)
+        limit = memory.capacity_bytes if severity == "error" else comfortable
+        used = need if severity == "error" else memory.device_used_bytes
+        text += _knobs(memory, used - limit, data_parallel)
         findings.append(
             Finding(kind="oom", severity=severity, ranks=memory.ranks, phase=memory.peak_phase, message=text)
         )
@@ -387,13 +393,28 @@ _KNOBS = {
     MemoryCategory.GRADIENTS: "shard gradients (ZeRO-2), or use more tensor or pipeline parallelism",
     MemoryCategory.PARAMETERS: "use more tensor or pipeline parallelism, or shard parameters (ZeRO-3)",
 }
+_KNOBS_OF_ONE = _KNOBS | {
+    MemoryCategory.OPTIMIZER_STATE: "offload the optimizer, or use more tensor or pipeline parallelism",
+    MemoryCategory.GRADIENTS: "use more tensor or pipeline parallelism",
+    MemoryCategory.PARAMETERS: "use more tensor or pipeline parallelism",
+}
+"""Where there is one data-parallel rank: nothing to shard over."""
 
 
-def _knob(memory: ClassMemory) -> str:
-    """What lowers the largest part, where that is known."""
-    largest = max(memory.by_category, key=lambda name: memory.by_category[name], default="")
-    knob = _KNOBS.get(largest)
-    return f"; most of it are {largest.replace('_', ' ')}: {knob}" if knob else ""
+def _knobs(memory: ClassMemory, excess: int, data_parallel: int) -> str:
+    """What lowers the largest part that has a remedy, or the largest ones if one alone does not hold as much as has to go."""
+    remedies = _KNOBS if data_parallel > 1 else _KNOBS_OF_ONE
+    held = {name: size for name, size in memory.by_category.items() if name in remedies}
+    chosen: list[str] = []
+    for name in sorted(held, key=lambda name: -held[name]):
+        if sum(held[other] for other in chosen) >= excess:
+            break
+        chosen.append(name)
+    if not chosen:
+        return ""
+    parts = " and ".join(f"{name.replace('_', ' ')} {held[name] / GIB:.1f}" for name in chosen)
+    how = "; and ".join(remedies[name] for name in chosen)
+    return f"; {excess / GIB:.1f} GiB have to go, the largest parts with a remedy hold {parts}: {how}"
 
 
 def _emulate(

@@ -266,7 +266,7 @@ def test_class_takes_its_largest_variant():
     ("capacity_gib", "severity", "says"),
     [
         (1, "error", "out of memory: stage 0 needs 1.5 GiB of 1.0 GiB"),
-        (1.55, "warning", "hardly"),
+        (1.55, "warning", "borderline: stage 0 hardly fits"),
         (4, None, ""),
     ],
 )
@@ -290,7 +290,35 @@ def test_only_fragmented_memory_is_a_warning():
     memory = memory_of_class(held, ranks="0-3", capacity_bytes=GIB + 10 * MIB, overhead=NOTHING)
     (finding,) = memory_findings([memory])
     assert finding.severity == "warning"
+    assert "borderline" in finding.message
     assert "cached blocks" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("capacity_gib", "data_parallel", "says", "not_says"),
+    [
+        (
+            5.5,
+            8,
+            "0.5 GiB have to go, the largest parts with a remedy hold activations 3.0: recompute",
+            "shard",
+        ),
+        (2.5, 8, "activations 3.0 and optimizer state 2.0: recompute activations", "offload the optimizer"),
+        (2.5, 1, "; and offload the optimizer", "shard"),
+    ],
+)
+def test_what_would_make_it_fit(capacity_gib, data_parallel, says, not_says):
+    initial = [
+        (7, 3 * GIB, MemoryCategory.ACTIVATIONS),
+        (8, GIB, MemoryCategory.PARAMETERS),
+        (9, 2 * GIB, MemoryCategory.OPTIMIZER_STATE),
+    ]
+    held = rank_class(program([], initial=initial))
+    memory = memory_of_class(held, ranks="0-3", capacity_bytes=int(capacity_gib * GIB), overhead=NOTHING)
+    (finding,) = memory_findings([memory], data_parallel=data_parallel)
+    assert finding.severity == "error"
+    assert says in finding.message
+    assert not_says not in finding.message
 
 
 def test_the_ledger_of_a_slice_replaces_the_emulation():
