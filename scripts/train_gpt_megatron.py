@@ -9,10 +9,12 @@ Needs megatron-core only (neither Transformer Engine nor Apex); with --num-exper
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -125,6 +127,11 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
     )
 
 
+def known(function: Callable, **kwargs: Any) -> dict[str, Any]:
+    """Those of the arguments that the installed megatron-core has; older ones do without."""
+    return {name: value for name, value in kwargs.items() if name in inspect.signature(function).parameters}
+
+
 def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
     """The model chunks of this pipeline rank, in bf16, each wrapped for data parallelism."""
     ddp_config = DistributedDataParallelConfig(
@@ -136,6 +143,7 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[Dis
     chunks = []
     for chunk in range(args.virtual_pipeline_model_parallel_size or 1):
         vp_stage = chunk if args.virtual_pipeline_model_parallel_size else None
+        place = known(parallel_state.is_pipeline_first_stage, ignore_virtual=False, vp_stage=vp_stage)
         model = GPTModel(
             config=config,
             transformer_layer_spec=get_gpt_layer_local_spec(
@@ -143,11 +151,11 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[Dis
             ),
             vocab_size=args.vocab_size,
             max_sequence_length=args.seq_length,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            pre_process=parallel_state.is_pipeline_first_stage(**place),
+            post_process=parallel_state.is_pipeline_last_stage(**place),
             share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
-            vp_stage=vp_stage,
+            **known(GPTModel, vp_stage=vp_stage),
         )
         wrapped = DistributedDataParallel(
             config, ddp_config, Float16Module(config, model.cuda()), disable_bucketing=chunk > 0
@@ -197,7 +205,7 @@ def train(args: argparse.Namespace) -> None:
             params_dtype=torch.bfloat16,
             clip_grad=1.0,
             use_distributed_optimizer=args.use_distributed_optimizer,
-            overlap_param_gather=args.use_distributed_optimizer,
+            **known(OptimizerConfig, overlap_param_gather=args.use_distributed_optimizer),
         ),
         model,
     )

@@ -56,13 +56,14 @@ def _context_ranks_differ(config: Any) -> bool:
 def _stages(
     session: Session, model: list[Any], config: Any, batch: BatchShape, layout: Layout
 ) -> tuple[StageInfo, ...]:
-    if not is_supported(config):
+    module = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    if not is_supported(module, config, pp=layout.pp):
         session.context.assume(
-            "the pipeline schedule of this configuration (overlapped expert communication or hybrid context "
-            "parallelism) cannot be told in advance: every stage is sliced"
+            "the pipeline schedule of this configuration (overlapped expert communication, hybrid context "
+            "parallelism, megatron-core before 0.14) cannot be told in advance: every stage is sliced"
         )
     schedules = stage_schedules(
-        importlib.import_module("megatron.core.pipeline_parallel.schedules"),
+        module,
         ScheduleInputs(
             pp=layout.pp,
             chunks=layout.vpp,

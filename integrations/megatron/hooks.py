@@ -21,7 +21,7 @@ from prism_plugins.integrations.megatron.session import BatchShape, Session
 from prism_plugins.integrations.megatron.shards import ORIGINAL_GROUPS, remember_param_groups
 from prism_plugins.program.model import Phase
 
-SUPPORTED = "megatron-core 0.16"
+SUPPORTED = "megatron-core 0.12 to 0.16"
 
 
 def hook_table() -> list[Hook]:
@@ -37,7 +37,13 @@ def hook_table() -> list[Hook]:
         Hook(schedules, "forward_backward_pipelining_without_interleaving", _scheduler, "the same"),
         Hook(schedules, "forward_backward_pipelining_with_interleaving", _scheduler, "the same"),
         *(
-            Hook(p2p, f"P2PCommunicator.{name}", functools.partial(_p2p, name), f"phase {name}")
+            Hook(
+                p2p,
+                f"P2PCommunicator.{name}",
+                functools.partial(_p2p, name),
+                f"phase {name}",
+                formerly=name,
+            )
             for name in P2P_METHODS
         ),
         Hook(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from prism_plugins.integration.phase_tracker import PhaseTracker
@@ -84,13 +85,17 @@ HANDLE_PARTS = {
 
 
 def wrap_p2p(tracker: PhaseTracker, method: Callable, name: str, signature: Any) -> Callable:
-    """A ``P2PCommunicator`` method as a phase; handles of overlapped calls become phases when waited for."""
+    """A ``P2PCommunicator`` method, or the function that it was before megatron-core 0.14, as a phase; handles of overlapped calls
+    become phases when waited for."""
     parts_of = P2P_METHODS[name]
 
     @functools.wraps(method)
     def phased(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
-        parts = tracker.parts(_as_issued(parts_of(arguments), arguments["self"]))
+        communicator = arguments.get("self")
+        if communicator is None:
+            communicator, arguments = _as_method(arguments)
+        parts = tracker.parts(_as_issued(parts_of(arguments), communicator))
         result = tracker.run(Phase(kind=name, parts=parts), lambda: method(*args, **kwargs))
         if arguments.get("overlap_p2p_comm") and parts:
             tensor, handles = result
@@ -98,6 +103,18 @@ def wrap_p2p(tracker: PhaseTracker, method: Callable, name: str, signature: Any)
         return result
 
     return phased
+
+
+def _as_method(arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What the arguments of a function would be as a method's: the communicator, and whether the stage is first or last."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages = {
+        "is_first_stage": parallel_state.is_pipeline_first_stage(),
+        "is_last_stage": parallel_state.is_pipeline_last_stage(),
+    }
+    return SimpleNamespace(config=arguments["config"], pp_group=group), stages | arguments
 
 
 def _as_issued(names: tuple[str, ...], communicator: Any) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """The order of work on every pipeline stage, told by Megatron's own scheduler function run without a model.
 
 The forward and backward steps and the communicator are replaced by recorders; everything that decides the order
-is Megatron's. Limits: the combined forward-backward schedule of ``overlap_moe_expert_parallel_comm`` and hybrid
-context parallelism call other functions than ``forward_step``/``backward_step``; for them no schedule is given
-and every stage has to be sliced.
+is Megatron's. Limits: before megatron-core 0.14 there is no communicator to replace; the combined forward-backward
+schedule of ``overlap_moe_expert_parallel_comm`` and hybrid context parallelism call other functions than
+``forward_step``/``backward_step``; for them no schedule is given and every stage has to be sliced.
 """
 
 from __future__ import annotations
@@ -61,10 +61,12 @@ class ScheduleInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters are gathered by calls of the scheduler (``param_sync_func``) in steady iterations."""
 
 
-def is_supported(config: Any) -> bool:
+def is_supported(schedules: ModuleType, config: Any, *, pp: int) -> bool:
     """Whether the schedule of this configuration can be told without running the model."""
-    return not getattr(config, "overlap_moe_expert_parallel_comm", False) and not getattr(
-        config, "hybrid_context_parallel", False
+    return (
+        not getattr(config, "overlap_moe_expert_parallel_comm", False)
+        and not getattr(config, "hybrid_context_parallel", False)
+        and (pp == 1 or hasattr(schedules, "P2PCommunicator"))
     )
 
 
@@ -74,7 +76,7 @@ def stage_schedules(schedules: ModuleType, inputs: ScheduleInputs) -> tuple[tupl
     ``schedules`` is ``megatron.core.pipeline_parallel.schedules``, unpatched or patched. Empty schedules where
     :func:`is_supported` says no. Raises :class:`PrismError` when Megatron's scheduler refuses the configuration.
     """
-    if not is_supported(inputs.config):
+    if not is_supported(schedules, inputs.config, pp=inputs.pp):
         return ((),) * inputs.pp
     return tuple(_dry_run(schedules, inputs, stage) for stage in range(inputs.pp))
 
@@ -121,7 +123,7 @@ def _dry_run(schedules: ModuleType, inputs: ScheduleInputs, stage: int) -> tuple
         "is_pp_first_stage": lambda group: group.rank() == 0,
         "is_pp_last_stage": lambda group: group.rank() == group.size() - 1,
     }
-    with _replaced(schedules, recorders):
+    with replaced(schedules, recorders):
         try:
             scheduler(**arguments)
         except (ValueError, RuntimeError, AssertionError) as error:
@@ -257,7 +259,8 @@ def _communicate(
 
 
 @contextlib.contextmanager
-def _replaced(module: ModuleType, replacements: dict[str, Any]) -> Iterator[None]:
+def replaced(module: ModuleType, replacements: dict[str, Any]) -> Iterator[None]:
+    """A module with other attributes meanwhile."""
     originals = {name: getattr(module, name) for name in replacements}
     try:
         for name, value in replacements.items():

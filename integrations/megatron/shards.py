@@ -11,7 +11,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from prism_plugins.integrations.megatron.schedule import FakeGroup
+from prism_plugins.integrations.megatron.schedule import FakeGroup, replaced
 from prism_plugins.program.slices import OptimizerShard
 
 ORIGINAL_GROUPS = "_prism_original_param_groups"
@@ -31,11 +31,19 @@ def optimizer_shards(optimizers: list[Any]) -> tuple[OptimizerShard, ...]:
     ``optimizers`` are the members of the chain that hold parameters, in order; members that are not distributed
     have no shards.
     """
+    import torch.distributed
+
+    get_rank = torch.distributed.get_rank
+
+    def rank_in(group: Any = None) -> int:
+        return group.rank() if isinstance(group, FakeGroup) else get_rank(group)
+
     shards: list[OptimizerShard] = []
-    for position, optimizer in enumerate(optimizers):
-        groups = getattr(optimizer, ORIGINAL_GROUPS, None)
-        if groups and hasattr(optimizer, "gbuf_ranges"):
-            shards += _shards_of(optimizer, groups, position)
+    with replaced(torch.distributed, {"get_rank": rank_in}):  # how megatron-core 0.12 asks a group
+        for position, optimizer in enumerate(optimizers):
+            groups = getattr(optimizer, ORIGINAL_GROUPS, None)
+            if groups and hasattr(optimizer, "gbuf_ranges"):
+                shards += _shards_of(optimizer, groups, position)
     return tuple(shards)
 
 

@@ -27,6 +27,8 @@ class Hook(msgspec.Struct, frozen=True):
     """(the integration's session, original, module) → replacement."""
     why: str
     required: bool = True
+    formerly: str = ""
+    """The attribute's name in older releases, hooked where there is no ``attribute``."""
 
 
 def install_hooks(
@@ -58,17 +60,25 @@ def apply_hooks(
 ) -> None:
     """Hook a module that was just imported. Raises :class:`PrismError` for a required attribute it lacks."""
     for hook in hooks:
-        *path, name = hook.attribute.split(".")
-        target: Any = module
-        try:
-            for part in path:
-                target = getattr(target, part)
-            original = getattr(target, name)
-        except AttributeError:
+        found = _find(module, hook.attribute) or (_find(module, hook.formerly) if hook.formerly else None)
+        if found is None:
             if not hook.required:
                 continue
             raise PrismError(
                 f"this {framework} has no {hook.module}.{hook.attribute}, which prism needs for {hook.why}; "
                 f"{supported} is supported"
-            ) from None
+            )
+        target, name, original = found
         context.patch(target, name, hook.wrap(session, original, module), why=hook.why)
+
+
+def _find(module: ModuleType, attribute: str) -> tuple[Any, str, Any] | None:
+    """What holds an attribute, the attribute's own name and its value; None where there is none."""
+    *path, name = attribute.split(".")
+    target: Any = module
+    try:
+        for part in path:
+            target = getattr(target, part)
+        return target, name, getattr(target, name)
+    except AttributeError:
+        return None
