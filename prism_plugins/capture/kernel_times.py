@@ -25,8 +25,10 @@ _BLOCKING = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchro
 _HOST_SLACK = 3.0
 """A runtime call that takes so many times what its quickest tenth takes waits for the GPU (a full launch queue, where all
 but the first launches of an iteration may wait; a copy to pageable memory)."""
-_PAUSE_NS = 20_000
-"""What the host takes beyond this before a launch, more than before others of its kind, is a pause of the script."""
+_PAUSE_NS = 2_000
+"""What the host takes beyond this before a launch, more than before the quickest quarter of its kind, is a pause of the
+script."""
+_A_WAIT_NS = 20_000
 _FEW_IDLE = 0.05
 """Up to this share of idle time an iteration is bound by the GPU."""
 _HOST_BOUND = 0.9
@@ -45,6 +47,8 @@ class KernelTime(NamedTuple):
     host: float
     """Of the host since the launch before, without waiting; a pause is apart."""
     pause: float
+    ahead: float = 0.0
+    """Of the host since the launch before until it waited for the GPU, where it did in between; no part of ``host``."""
 
 
 class Fit(NamedTuple):
@@ -63,6 +67,10 @@ class KernelTimes(NamedTuple):
     span_ns: tuple[float, ...]
     busy_ns: float
     """Time in which the GPU did something."""
+    beside_ns: float
+    """Sum of times of kernels on other streams than the busiest."""
+    overlap_ns: float
+    """Time in which more than one stream was busy."""
     gap_ns: float
     """Sum of gaps before kernels that were queued."""
     host_ns: float
@@ -98,7 +106,13 @@ class KernelTimes(NamedTuple):
             host_ratio = min(_MOST_HOST, max(1 / _MOST_HOST, 1 + surplus / self.host_ns))
         of = {
             key: [
-                KernelTime(t.duration * kernels, t.gap * gaps, t.host * host_ratio, t.pause * host_ratio)
+                KernelTime(
+                    t.duration * kernels,
+                    t.gap * gaps,
+                    t.host * host_ratio,
+                    t.pause * host_ratio,
+                    t.ahead * host_ratio,
+                )
                 for t in times
             ]
             for key, times in self.of.items()
@@ -121,29 +135,36 @@ def kernel_times(trace: Trace, *, marker: str = MARKER) -> KernelTimes | None:
     gaps = queue_gaps(trace.work, {number: call.end_ns for number, call in calls.items()})
     issue = _issue_times(trace.runtime, trace.work)
     iterations: list[dict[tuple[str, int], list[KernelTime]]] = []
-    spans, tails, busy, gap_ns, host_ns = [], [], 0.0, 0.0, 0.0
+    spans, tails, busy, beside, overlap, gap_ns, host_ns = [], [], 0.0, 0.0, 0.0, 0.0, 0.0
     for begin, end in itertools.pairwise(marks):
         inside = work[begin + 1 : end]
         times: dict[tuple[str, int], list[KernelTime]] = {}
         for one in inside:
-            time = KernelTime(
-                one.end_ns - one.start_ns,
-                gaps.get(one.correlation, 0),
-                issue.get(one.correlation, 0.0),
-                0.0,
-            )
+            ahead, host = issue.get(one.correlation, (0.0, 0.0))
+            gap = gaps.get(one.correlation, 0)
+            time = KernelTime(one.end_ns - one.start_ns, gap, host, 0.0, ahead)
             times.setdefault((one.name, one.stream), []).append(time)
             gap_ns += time.gap
-            host_ns += time.host
+            host_ns += time.host + time.ahead
         iterations.append(times)
         spans.append(float(work[end].start_ns - work[begin].start_ns))
         reached = max((one.end_ns for one in inside), default=work[begin].end_ns)
         tails.append(float(max(0, work[end].start_ns - reached)))
-        busy += covered_ns(inside)
+        covered, of_stream = covered_ns(inside), _by_stream(inside)
+        busy += covered
+        beside += sum(of_stream) - max(of_stream, default=0)
+        overlap += sum(of_stream) - covered
     count = len(iterations)
     of = {key: _merged([one[key] for one in iterations if key in one]) for key in set().union(*iterations)}
     return KernelTimes(
-        of, tuple(spans), busy / count, gap_ns / count, host_ns / count, statistics.median(tails)
+        of=of,
+        span_ns=tuple(spans),
+        busy_ns=busy / count,
+        beside_ns=beside / count,
+        overlap_ns=overlap / count,
+        gap_ns=gap_ns / count,
+        host_ns=host_ns / count,
+        tail_ns=statistics.median(tails),
     )
 
 
@@ -154,28 +175,34 @@ def _merged(of_iterations: list[list[KernelTime]]) -> list[KernelTime]:
         return [KernelTime(*every.mean(axis=0).tolist())]
     table = np.array(of_iterations)  # (iterations, launches, fields)
     host = table[:, :, 2]
-    # A pause is one in every iteration; what only some have is noise, and part of the mean.
-    pause = np.maximum(0.0, host.min(axis=0) - np.median(host) - _PAUSE_NS)
+    # What only one iteration has is noise, and part of the mean.
+    pause = np.median(host, axis=0) - np.quantile(host, 0.25)
+    pause[pause < _PAUSE_NS] = 0.0
     mean = table.mean(axis=0)
-    usual = float((mean[:, 2] - pause).mean())
     return [
-        KernelTime(float(row[0]), float(row[1]), usual, float(p)) for row, p in zip(mean, pause, strict=True)
+        KernelTime(float(row[0]), float(row[1]), max(0.0, float(row[2] - p)), float(p), float(row[4]))
+        for row, p in zip(mean, pause, strict=True)
     ]
 
 
-def _issue_times(runtime: Sequence[Span], work: Sequence[Work]) -> dict[int, float]:
-    """Correlation → time of the host from the end of the launch before to the end of this one, without waits, ns."""
+def _issue_times(runtime: Sequence[Span], work: Sequence[Work]) -> dict[int, tuple[float, float]]:
+    """Correlation → time of the host from the end of the launch before until it last waited, and from then (or from that
+    launch) to the end of this one, without waits, ns."""
     launches = {one.correlation for one in work}
-    issue: dict[int, float] = {}
-    before, waited = None, 0.0
+    issue: dict[int, tuple[float, float]] = {}
+    begin, ahead, waited = None, 0.0, 0.0
     calls = zip(runtime, waiting_ns(runtime, work), strict=True)
     for call, wait in sorted(calls, key=lambda pair: pair[0].start_ns):
+        launches_now = call.args.correlation in launches
+        if begin is not None and wait > _A_WAIT_NS and not launches_now:
+            ahead += max(0.0, call.start_ns - begin - waited)
+            begin, waited = call.start_ns, 0.0
         waited += wait
-        if call.args.correlation not in launches:
+        if not launches_now:
             continue
-        if before is not None:
-            issue[call.args.correlation] = max(0.0, call.end_ns - before - waited)
-        before, waited = call.end_ns, 0.0
+        if begin is not None:
+            issue[call.args.correlation] = (ahead, max(0.0, call.end_ns - begin - waited))
+        begin, ahead, waited = call.end_ns, 0.0, 0.0
     return issue
 
 
@@ -201,12 +228,12 @@ def waiting_ns(runtime: Sequence[Span], work: Iterable[Work]) -> list[float]:
 
 
 class _Busy:
-    """How long the GPU was busy between two times."""
+    """How long the GPU was busy between two times, gaps between kernels that were queued included."""
 
     def __init__(self, work: Iterable[Work]) -> None:
         spans: list[list[int]] = []
         for one in sorted(work, key=lambda w: w.start_ns):
-            if spans and one.start_ns <= spans[-1][1]:
+            if spans and one.start_ns <= spans[-1][1] + _MAX_GAP_NS:
                 spans[-1][1] = max(spans[-1][1], one.end_ns)
             else:
                 spans.append([one.start_ns, one.end_ns])
@@ -235,6 +262,14 @@ def queue_gaps(work: Iterable[Work], launched: Mapping[int, int]) -> dict[int, i
                 gaps[one.correlation] = gap
         last[one.stream] = max(before or 0, one.end_ns)
     return gaps
+
+
+def _by_stream(work: Iterable[Work]) -> list[int]:
+    """Time in which each stream was busy."""
+    streams: dict[int, list[Work]] = {}
+    for one in work:
+        streams.setdefault(one.stream, []).append(one)
+    return [covered_ns(of_stream) for of_stream in streams.values()]
 
 
 def covered_ns(work: Iterable[Work]) -> int:

@@ -151,12 +151,21 @@ def build_iteration(
     op_at: list[tuple[int, int]] = []
     timing = _Timing(trace, launches, answers, times)
     pausing = _pausing(trace, marks, phases)
+    sync_rows = _sync_rows(trace, streams, answers)
+    syncs_at = sorted(row[0] for row in sync_rows)
 
     durations: dict[tuple[int, int], float] = {}
     hosts: dict[tuple[int, int], float] = {}
     paused = 0.0
     for launch in launches:
-        took, host, pause = timing.of(launch)
+        took, host, pause, ahead = timing.of(launch)
+        if ahead:
+            sync = bisect.bisect_left(syncs_at, launch.at_ns) - 1
+            if sync >= 0 and pausing(syncs_at[sync]):
+                paused += ahead
+                rows.append((syncs_at[sync] - 1, len(rows), (EventKind.HOST, 0, 0, 0, round(ahead))))
+            else:
+                host += ahead
         if answers.cover(launch.thread, launch.at_ns):
             continue
         work = launch.work
@@ -182,7 +191,7 @@ def build_iteration(
             mark = marks[int(found[1])]
             stream = streams.number(handles.get(mark.stream, _DEFAULT_STREAM))
             rows.append((note.start_ns, len(rows), (mark.kind, mark.flags, stream, mark.ref, mark.value)))
-    rows += _sync_rows(trace, streams, answers, len(rows))
+    rows += [(at, len(rows) + i, row) for i, (at, row) in enumerate(sync_rows)]
     initial = [Allocation(i, nbytes, category) for i, (_, nbytes, category) in enumerate(live)]
     rows += _memory_rows(trace, answers, {address: i for i, (address, _, _) in enumerate(live)}, len(rows))
     ends_ns = min((a.start_ns for a in trace.annotations if a.name == END), default=_NEVER)
@@ -219,8 +228,8 @@ class _Timing:
         self._call_ns = 0.0
         self._answer: int | None = None
 
-    def of(self, launch: _Launch) -> tuple[float, float, float]:
-        """Time on the GPU, of the host, and of a pause before it, ns.
+    def of(self, launch: _Launch) -> tuple[float, float, float, float]:
+        """Time on the GPU, of the host, of a pause before it, and of the host before it waited, ns.
 
         The host time of a call with virtual peers is what it took until its answer was launched; the op after it has
         that on top, and what answering took in addition nobody.
@@ -228,7 +237,7 @@ class _Timing:
         work = launch.work
         traced = float(work.end_ns - work.start_ns + self._gaps.get(work.correlation, 0))
         if self._lookup is None or self._streams.cover(launch.thread, launch.at_ns):
-            return traced, 0.0, 0.0
+            return traced, 0.0, 0.0, 0.0
         time = self._lookup.next(work)
         if time is None:
             self.untimed_ns += traced
@@ -238,9 +247,9 @@ class _Timing:
             if answer != self._answer:
                 self._call_ns += time.host + time.pause
             self._answer = answer
-            return 0.0, 0.0, 0.0
+            return 0.0, 0.0, 0.0, time.ahead
         call_ns, self._call_ns = self._call_ns, 0.0
-        return time.duration + time.gap, time.host + call_ns, time.pause
+        return time.duration + time.gap, time.host + call_ns, time.pause, time.ahead
 
 
 def _pausing(trace: Trace, marks: Sequence[Mark], phases: Sequence[Phase]) -> Callable[[int], bool]:
@@ -326,10 +335,10 @@ def _launches(trace: Trace, work_of: dict[int, Work]) -> list[_Launch]:
     return launches
 
 
-def _sync_rows(trace: Trace, streams: _Streams, answers: _Intervals, order: int) -> list[Any]:
-    """Where the host waits for a stream (also: reads a value back) or for all."""
+def _sync_rows(trace: Trace, streams: _Streams, answers: _Intervals) -> list[tuple[int, Any]]:
+    """When and where the host waits for a stream (also: reads a value back) or for all."""
     call_of = {call.args.correlation: call for call in trace.runtime}
-    rows: list[Any] = []
+    rows: list[tuple[int, Any]] = []
     for sync in trace.syncs:
         call = call_of.get(sync.correlation)
         if call is None or answers.cover(call.thread, call.start_ns):
@@ -340,7 +349,7 @@ def _sync_rows(trace: Trace, streams: _Streams, answers: _Intervals, order: int)
             row = (EventKind.DEVICE_SYNC, 0, 0, 0, 0)
         else:
             continue
-        rows.append((call.start_ns, order + len(rows), row))
+        rows.append((call.start_ns, row))
     return rows
 
 

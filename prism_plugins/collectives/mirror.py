@@ -19,9 +19,10 @@ def reduce_(view: Tensor, op: str, n: int, factor: float | Tensor | None = None)
     """Reduce ``n`` equal copies of ``view`` in place.
 
     SUM → n·x, PRODUCT → x**n, PREMUL_SUM → n·factor·x, BXOR → x for odd n, else 0; AVG, MIN, MAX, BAND and BOR
-    of equal values are the value itself, and so are logical sums and products (bool).
+    of equal values are the value itself, and so are logical sums and products (bool) and what one rank reduces alone
+    (NCCL launches nothing for it either).
     """
-    if op in ("AVG", "MIN", "MAX", "BAND", "BOR"):
+    if op in ("AVG", "MIN", "MAX", "BAND", "BOR") or (n == 1 and op != "PREMUL_SUM"):
         return
     if op == "BXOR":
         if n % 2 == 0:

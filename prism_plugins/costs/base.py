@@ -44,6 +44,8 @@ class Interference(msgspec.Struct, frozen=True, kw_only=True):
     """What HBM gives to all together, bytes/s."""
     streams_share: bool = True
     """Kernels of several streams slow each other down; False where their durations were measured side by side."""
+    launch_queue: int = 0
+    """Kernels that a GPU takes in advance: the host waits for room to launch more. 0: it never waits."""
 
 
 class CostModel(Protocol):

@@ -219,6 +219,8 @@ class GpuRecorder(CallRecorder):
         self._watched = Watched(
             iteration_ms=tuple(ns / 1e6 for ns in times.span_ns),
             busy_ms=times.busy_ns / 1e6,
+            beside_ms=times.beside_ns / 1e6,
+            overlap_ms=times.overlap_ns / 1e6,
             gap_ms=times.gap_ns / 1e6,
             host_ms=times.host_ns / 1e6,
             tail_ms=times.tail_ns / 1e6,

@@ -59,6 +59,10 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
     """From begin to begin on the GPU."""
     busy_ms: float = 0.0
     """The GPU did something, answers of virtual peers included; mean."""
+    beside_ms: float = 0.0
+    """Kernels of other streams than the busiest."""
+    overlap_ms: float = 0.0
+    """More than one stream was busy."""
     gap_ms: float = 0.0
     """Between kernels that were queued."""
     host_ms: float = 0.0

@@ -12,6 +12,7 @@ only host synchronisation changes ``base``.
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -145,9 +146,16 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compile_stretch(
-    program: Program, prices: ProgramPrices, *, lo: int, hi: int, host0: float = 0.0
+    program: Program,
+    prices: ProgramPrices,
+    *,
+    lo: int,
+    hi: int,
+    host0: float = 0.0,
+    launch_queue: int = 0,
 ) -> Stretch:
-    """Compile events ``[lo, hi)``; ``host0`` is the host time of what came before."""
+    """Compile events ``[lo, hi)``; ``host0`` is the host time of what came before, ``launch_queue`` how many kernels the
+    GPU takes in advance (0: all)."""
     events = program.events[lo:hi]
     kind, stream, ref = (np.ascontiguousarray(events[f]) for f in ("kind", "stream", "ref"))
     host_end = host_ns_of_events(kind, ref, events["value"], prices)
@@ -160,6 +168,8 @@ def compile_stretch(
     launched = np.flatnonzero(kind == EventKind.KERNEL)
     launched = launched[prices.op_launches[ref[launched]]]
     launched_on = stream[launched]
+    queue = _queue_waits(launched, launched_on, host_end, lo, launch_queue)
+    syncs = tuple(sorted((*syncs, *(q.sync for q in queue)), key=lambda sync: sync.event)) if queue else syncs
 
     simple = np.flatnonzero(
         (kind == EventKind.WORK_WAIT) | (kind == EventKind.EVENT_WAIT) | (kind == EventKind.EVENT_RECORD)
@@ -175,10 +185,13 @@ def compile_stretch(
     for s in used:
         own = simple[stream[simple] == s]
         mine = np.flatnonzero(comm_stream == s)
+        ended = [q for q in queue if q.stream == s]
         at, code, arg = _with_host_syncs(
-            np.concatenate((own, comm_at[mine])),
-            np.concatenate((_SIMPLE_CODE[kind[own]], comm_code[mine])),
-            np.concatenate((ref[own].astype(np.int64), mine)),
+            np.concatenate((own, comm_at[mine], np.array([q.after for q in ended], np.int64))),
+            np.concatenate((_SIMPLE_CODE[kind[own]], comm_code[mine], np.full(len(ended), Code.RECORD))),
+            np.concatenate(
+                (ref[own].astype(np.int64), mine, np.array([q.sync.cuda_event for q in ended], np.int64))
+            ),
             syncs,
             stream=s,
             lo=lo,
@@ -201,6 +214,9 @@ def compile_stretch(
         phase_marks=np.flatnonzero((kind == EventKind.PHASE_BEGIN) | (kind == EventKind.PHASE_END)) + lo,
     )
 
+
+_QUEUE_STEP = 32
+"""Waits for room in the launch queue are looked at every so many launches: each cuts the runs of all streams."""
 
 _SIMPLE_CODE = np.full(256, -1, dtype=np.int64)
 _SIMPLE_CODE[EventKind.WORK_WAIT] = Code.WAIT_WORK
@@ -280,6 +296,32 @@ def _host_syncs(
                 HostSync(event=lo + i, host_ns=float(host_end[i]), streams=device_streams, everything=True)
             )
     return tuple(syncs)
+
+
+class _QueueWait(NamedTuple):
+    """The host waits for room in the launch queue."""
+
+    sync: HostSync
+    """At the event before the launch; for an event of its own."""
+    stream: int
+    after: int
+    """Position right behind the kernel that has to end first, on this stream."""
+
+
+def _queue_waits(
+    launches: np.ndarray, streams: np.ndarray, host_end: np.ndarray, lo: int, depth: int
+) -> list[_QueueWait]:
+    """Waits of launches (positions, their streams) for room, at every :data:`_QUEUE_STEP`-th launch."""
+    if not depth:
+        return []
+    waits = []
+    for i in range(depth, len(launches), _QUEUE_STEP):
+        before, freed = int(launches[i]) - 1, int(launches[i - depth])
+        sync = HostSync(
+            event=lo + before, host_ns=float(host_end[before]), streams=(), cuda_event=-2 - lo - freed
+        )
+        waits.append(_QueueWait(sync, int(streams[i - depth]), freed + 1))
+    return waits
 
 
 def _with_host_syncs(

@@ -15,7 +15,8 @@ events up to their optimizer: up to there they are one cell, from there on one p
 Collectives, the compute beside them, and kernels of different streams slow each other down (:mod:`.interference`), in a
 second pass.
 
-Limits: the host never waits for room in the launch queue.
+Where the costs tell how many kernels a GPU's launch queue holds (those of slices on a real GPU do), the host waits for room in
+it, in steps of some launches; elsewhere it runs ahead as far as it can.
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ class Simulation:
             self._pricer = Pricer(costs)
             self._sources = [ClassSource(job, index) for index in range(len(job.classes))]
             self._world = survey(job, self._sources, self._pricer)
+        model = getattr(costs, "interference", None)
+        self._launch_queue = model.launch_queue if model is not None else 0
         self._disturbance = disturbance or Disturbance()
         if self._disturbance.slow_ranks:
             self._world.disturbed = self._disturbance.labels(job.layout.world_size)
@@ -180,6 +183,7 @@ class Simulation:
                 lo=0,
                 hi=len(cell.program.events) if ends is None else ends[cell.index],
                 host0=0.0 if parents is None else parents[cell.index].stretch.host_at_end,
+                launch_queue=self._launch_queue,
             )
             factor = self._disturbance.factor(int(cell.ranks[0]))
             stretches.append(stretch if factor == 1.0 else slowed(stretch, factor))

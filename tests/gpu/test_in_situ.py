@@ -9,7 +9,7 @@ from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.costs.in_situ import InSituCosts
 from prism_plugins.costs.model import build_cost_model
 from prism_plugins.program.job import JobPrograms, RankClass
-from prism_plugins.program.measured import GpuState, Measured, MeasuredMemory, MeasuredOp
+from prism_plugins.program.measured import GpuState, Measured, MeasuredMemory, MeasuredOp, Watched
 from prism_plugins.program.model import EVENT_DTYPE, CommSignature, OpSignature, Program, TensorSpec
 from prism_plugins.world.layout import Layout
 
@@ -55,6 +55,15 @@ def test_where_host_times_were_measured_calls_are_part_of_the_ops_after_them() -
     price = model.price_comm(comm, (0, 1), 0)
     assert price.host_ns == 0.0
     assert price.duration_ns == build_cost_model(cluster).price_comm(comm, (0, 1), 0).duration_ns
+
+
+@pytest.mark.parametrize(("overlap_ms", "turns"), [(0.1, True), (9.0, False)])
+def test_streams_take_turns_where_they_were_seen_to(overlap_ms: float, turns: bool) -> None:
+    cluster = load_cluster("dgx-h200")
+    watched = Watched(beside_ms=15.0, overlap_ms=overlap_ms)
+    model = InSituCosts(build_cost_model(cluster), cluster, [Measured(rank=0, watched=watched)])
+    assert model.interference.streams_share is turns
+    assert costs().interference.streams_share is False, "nobody looked"
 
 
 def test_another_gpu_than_the_clusters_is_a_finding() -> None:

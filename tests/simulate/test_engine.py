@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Reference
 
+from prism_plugins.costs.base import Interference
 from prism_plugins.program.model import EventKind
 from prism_plugins.simulate.engine import Simulation, op_times, simulate
 from prism_plugins.simulate.timeline import COMM_LANE
@@ -159,6 +160,27 @@ def test_host_waits_delay_what_is_issued_later() -> None:
     times = Simulation(one_class_per_rank({0: b.program()}), TableCosts()).op_times(0)
     assert times.host_ns[2] == 50_100
     assert times.start_ns[2] == 50_200
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_the_host_waits_for_room_in_the_launch_queue(streams: int) -> None:
+    """Long kernels, then short ones that the host cannot issue as fast as they run: as deep as the queue is, it is ahead."""
+    b = Builder(0)
+    for i in range(600):
+        b.kernel(1_000 if i < 400 else 10, stream=i % streams, host=100)
+    costs = TableCosts()
+    job = one_class_per_rank({0: b.program()})
+    free = Simulation(job, costs)
+    costs.interference = Interference(num_sms=100, hbm_bytes_per_s=1e12, streams_share=False, launch_queue=64)
+    held = Simulation(job, costs)
+    times = held.op_times(0)
+    ahead = np.arange(600) - np.searchsorted(np.sort(times.end_ns), times.host_ns, side="right")
+    assert ahead[200:400].max() <= 64 + 32, "looked at in steps"
+    assert ahead[200:400].min() >= 63 - 32 * streams
+    assert free.op_times(0).host_ns[-1] == 599 * 100
+    # 64 to 96 launches were issued when the last long kernel ended, and the others take the host 100 ns each.
+    late = held.timeline.iteration_time_ns - free.timeline.iteration_time_ns
+    assert (200 - 96) * 100 - 200 * 10 <= late <= 200 * 100
 
 
 def test_unpriced_ops_are_counted_by_name() -> None:
