@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--real-iterations", type=int, default=16)
     parser.add_argument("--physical", type=int, default=1, help="GPUs that share the slices")
     parser.add_argument("--cluster", default="h200x2", help="describes the machine of the truth")
+    parser.add_argument("--no-replay", action="store_true", help="only the simulation")
     parser.add_argument("--timeout-s", type=float, default=300)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -139,7 +140,8 @@ def emulation(
         "--prism-cluster", args.cluster if num_gpus < 8 else "dgx-h200",
         "--prism-iterations", str(args.iterations),
         "--prism-out", str(run),
-        *(["--prism-replay", "0"] if args.physical > 1 else []),  # on the GPU that sliced it
+        *(["--prism-replay", "0"] if args.physical > 1 and not args.no_replay else []),  # on the GPU that sliced it
+        *(["--prism-replay", "none"] if args.no_replay else []),
     ]  # fmt: skip
     env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
     if name.startswith("ds-"):

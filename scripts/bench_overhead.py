@@ -45,8 +45,8 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--cluster", default="h200x2")
     parser.add_argument("--timeout-s", type=float, default=120)
-    parser.add_argument("--physical", type=int, default=1, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.physical, args.no_replay = 1, True
     args.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[dict[str, float]]] = {"plain": [], "slice": []}
     for number in range(args.pairs):
@@ -87,7 +87,7 @@ def as_slice(args: argparse.Namespace, number: int) -> dict[str, float]:
     folder = args.out / f"slice-{number}"
     command, env = bench_one_gpu.emulation(args.job, 1, folder, args)
     log = args.out / f"slice-{number}.log"
-    run([*command, "--prism-replay", "none"], env, log, args.timeout_s)
+    run(command, env, log, args.timeout_s)
     measured = json.loads((folder / "slices" / "0" / "measured.json").read_text())
     return _times(measured["iteration_ms"], measured["between_ms"])
 
