@@ -174,12 +174,12 @@ def communicators(
     """
     events = program.events[program.events["kind"] == EventKind.COMM]
     _, inverse, counts = np.unique(events["value"], return_inverse=True, return_counts=True)
-    calls = np.unique(np.stack([events["ref"].astype(np.int64), counts[inverse] > 1], axis=1), axis=0)
+    calls = np.unique(2 * events["ref"].astype(np.int64) + (counts[inverse] > 1))
     collective: set[int] = set()
     p2p: set[int] = set()
     exchanging: set[int] = set()
     partners: dict[int, set[int]] = {}
-    for ref, batched in calls.tolist():
+    for ref, batched in (divmod(call, 2) for call in calls.tolist()):
         comm = program.comms[ref]
         if comm.kind not in ("send", "recv"):
             collective.add(comm.group)

@@ -67,9 +67,11 @@ def parts_of(schedule: Sequence[Phase]) -> ScheduleParts:
 
 def missing_for(captured: ScheduleParts, target: ScheduleParts) -> str:
     """What ``target`` needs that ``captured`` does not have, in words; empty when it can be built."""
-    for phase, cls in target.phases.items():
-        if phase not in captured.phases and (is_bound(phase) or cls not in captured.unbound):
-            return f"phase {describe(phase)}"
+    fresh = target.phases.keys() - captured.phases.keys()
+    if any(is_bound(phase) or target.phases[phase] not in captured.unbound for phase in fresh):
+        for phase, cls in target.phases.items():
+            if phase in fresh and (is_bound(phase) or cls not in captured.unbound):
+                return f"phase {describe(phase)}"
     for before, after in target.gaps:
         if (before, after) not in captured.gaps:
             return f"the step from {before[0] or 'the start'} to {after[0] or 'the end'}"

@@ -13,15 +13,17 @@ class Work:
 
     def __init__(self, events: np.ndarray) -> None:
         kind = np.ascontiguousarray(events["kind"])
-        ref, value = (np.ascontiguousarray(events[column]).astype(np.int64) for column in ("ref", "value"))
-        columns = {"ref": ref, "value": value, "stream": np.ascontiguousarray(events["stream"])}
         at = {k: np.flatnonzero(kind == k) for k in _KINDS}
-        self._done = [_multiset(columns[column][at[k]]) for k, column, _ in _DONE]
+
+        def numbers(of: EventKind, column: str) -> np.ndarray:
+            return events[column][at[of]].astype(np.int64)
+
+        self._done = [_multiset(numbers(k, column)) for k, column, _ in _DONE]
         self._from_before = []
         for makes, column, needs, what in _MADE:
-            made, needed = (at[makes], columns[column][at[makes]]), (at[needs], ref[at[needs]])
+            made, needed = (at[makes], numbers(makes, column)), (at[needs], numbers(needs, "ref"))
             self._from_before.append(_from_before(made, needed, makes == EventKind.ALLOC, what))
-        self._live_at_end = _missing_in(ref[at[EventKind.ALLOC]], ref[at[EventKind.FREE]])
+        self._live_at_end = _missing_in(numbers(EventKind.ALLOC, "ref"), numbers(EventKind.FREE, "ref"))
 
     def check(self, derived: Work) -> None:
         """Raise unless the derived program does the same."""
