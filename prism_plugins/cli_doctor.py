@@ -137,6 +137,18 @@ def _compiler() -> Iterator[Check]:
     yield Check("compiler", "ok", f"{(output.splitlines() or [name])[0]}")
 
 
+def _simulation() -> Iterator[Check]:
+    from prism_plugins.simulate.native import is_compiled
+
+    if is_compiled():
+        yield Check("simulation", "ok", "its inner loop is compiled")
+    else:
+        yield Check(
+            "simulation", "note",
+            "its inner loop runs in Python, about four times slower, same results: it could not be compiled",
+        )  # fmt: skip
+
+
 def _virtual_gpu() -> Iterator[Check]:
     folder = cache_root()
     try:
@@ -246,7 +258,7 @@ def _outputs() -> Iterator[Check]:
 
 
 _EXAMINERS: tuple[Callable[[], Iterator[Check]], ...] = (
-    _python, _torch, _autoload, _compiler, _virtual_gpu, _slice_cache, _frameworks, _machine, _gpu,
+    _python, _torch, _autoload, _compiler, _simulation, _virtual_gpu, _slice_cache, _frameworks, _machine, _gpu,
     _outputs,
 )  # fmt: skip
 

@@ -23,6 +23,11 @@ FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-c
 _TIMEOUT_S = 120
 
 
+def is_compiled() -> bool:
+    """Whether the compiled loop is used. Compiles it at the first call."""
+    return _library() is not None
+
+
 def run_machine(
     begin: np.ndarray,
     columns: dict[str, np.ndarray],

@@ -245,6 +245,11 @@ class TestDoctor:
         assert cli.main(["doctor"]) == 1
         assert "apt install g++" in " ".join(capsys.readouterr().out.split())
 
+    def test_a_simulation_in_python_is_told(self, monkeypatch, capsys):
+        monkeypatch.setattr("prism_plugins.simulate.native.is_compiled", lambda: False)
+        cli.main(["doctor"])
+        assert "about four times slower, same results" in " ".join(capsys.readouterr().out.split())
+
     def test_autoload_switched_off(self, monkeypatch, capsys):
         monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         cli.main(["doctor"])
