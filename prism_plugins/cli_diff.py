@@ -132,7 +132,7 @@ def overview(prediction: Prediction, real: RealRun) -> RenderableType:
         table.add_row(
             "samples/s", *_both(prediction.samples_per_s, real.samples_per_s, lambda x: f"{x:,.2f}")
         )
-    for name in real.timers_ms.keys() & prediction.timers_ms.keys():
+    for name in (name for name in prediction.timers_ms if name in real.timers_ms):
         predicted = sum(prediction.timers_ms[name])
         table.add_row(f"timer {visible(name)}", *_both(predicted, real.timers_ms[name], milliseconds))
     for what, peaks, field in (
@@ -148,6 +148,10 @@ def overview(prediction: Prediction, real: RealRun) -> RenderableType:
         notes.append(
             "# the profiler slows the host: compare kernel times below, and iteration times by a log"
         )
+    if not table.row_count:
+        if not real.ranks:
+            notes.append("# nothing in it that the prediction tells too")
+        return Text("\n".join(notes), style="dim")
     return Group(Text("\n".join(notes), style="dim"), table)
 
 

@@ -28,7 +28,7 @@ from prism_plugins.program.slices import HostFigures, JobFacts, SliceReport, Sli
 from prism_plugins.rundir import SliceDir, read_json, write_json
 from prism_plugins.script import raised_by_prism, run_script, script_traceback
 from prism_plugins.slice_context import Context
-from prism_plugins.unsupported import refuse_unsupported
+from prism_plugins.unsupported import LIBRARIES, refuse_unsupported
 
 if TYPE_CHECKING:
     from prism_plugins.capture.recorder import DeviceStats
@@ -272,7 +272,7 @@ class Slice:
         )
 
     def _never_trained(self) -> None:
-        supported = ", ".join(i.name for i in self.integrations) or "none"
+        supported = ", ".join(i.name for i in self.integrations if i.name not in LIBRARIES) or "none"
         self._failed(
             "never_trained",
             "the script ended without a training iteration that prism recognises "

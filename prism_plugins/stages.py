@@ -63,7 +63,8 @@ def infer(
                     f"prism: error: the programs of all ranks cannot be derived: {error}"
                 ) from error
             repeated.update(again)
-            note(f"{len({*missing, *again})} ranks are sliced in addition: {error}")
+            more = len({*missing, *again})
+            note(f"{more} more {'rank is' if more == 1 else 'ranks are'} sliced: {error}")
             slice_more(missing, again)
 
 

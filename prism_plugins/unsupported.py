@@ -36,13 +36,15 @@ ENTRY_POINTS = (
 )
 
 
+LIBRARIES = {"apex", "transformer_engine"}
+"""Integrations of what frameworks call; they take no model."""
 _PLAIN = "torch.distributed"
 """Integration of loops without a framework."""
 
 
 def refuse_unsupported(context: SliceContext, integrations: Collection[str]) -> None:
     """Hook the entry points that none of ``integrations`` (names) takes."""
-    known = ", ".join(sorted(set(integrations) - {_PLAIN})) or "none is installed"
+    known = ", ".join(sorted(set(integrations) - LIBRARIES - {_PLAIN})) or "none is installed"
     if _PLAIN in integrations:
         known += ", or all_reduce calls of your own on its gradients"
     for entry in ENTRY_POINTS:

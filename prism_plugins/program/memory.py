@@ -309,16 +309,21 @@ def categories_at(program: Program, row: int) -> dict[str, int]:
     synchronisation made it and keeps it, else an activation.
     """
     found = category_of_allocations(program, row)
-    totals: dict[str, int] = {}
-    for category, nbytes in zip(found.category, found.nbytes.tolist(), strict=True):
-        totals[category] = totals.get(category, 0) + nbytes
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+    totals = np.zeros(len(CATEGORIES), dtype=np.int64)
+    np.add.at(totals, found.category, found.nbytes)
+    used = np.unique(found.category)
+    return {CATEGORIES[i]: int(totals[i]) for i in used[np.argsort(-totals[used], kind="stable")].tolist()}
+
+
+CATEGORIES = tuple(category.value for category in MemoryCategory)
+_CODES = {name: code for code, name in enumerate(CATEGORIES)}
 
 
 class Allocations(NamedTuple):
     """Allocations of a program: initial ones first, then those of the iteration in order; arrays of one length."""
 
-    category: list[str]
+    category: np.ndarray
+    """Index into :data:`CATEGORIES`."""
     nbytes: np.ndarray
     """Requested."""
     born: np.ndarray
@@ -344,8 +349,8 @@ def category_of_allocations(program: Program, live_after: int | None = None) -> 
         chosen = np.flatnonzero((born <= live_after) & (died > live_after))
     initial = chosen[chosen < num_initial]
     later = chosen[chosen >= num_initial]
-    category = [str(program.initial[i].category) for i in initial.tolist()]
-    category += _categories(program, born[later], died[later])
+    held = np.array([_CODES[program.initial[i].category] for i in initial.tolist()], dtype=np.int64)
+    category = np.concatenate([held, _categories(program, born[later], died[later])])
     return Allocations(category, sizes[chosen], born[chosen], died[chosen])
 
 
@@ -495,12 +500,12 @@ def _phase_index(program: Program) -> np.ndarray:
     kind = program.events["kind"]
     marks = np.flatnonzero((kind == EventKind.PHASE_BEGIN) | (kind == EventKind.PHASE_END))
     value = np.where(kind[marks] == EventKind.PHASE_BEGIN, program.events["ref"][marks].astype(np.int64), -1)
-    last = np.searchsorted(marks, np.arange(len(kind)), side="right") - 1
-    return np.where(last >= 0, value[last], -1) if len(marks) else np.full(len(kind), -1, np.int64)
+    lengths = np.diff(np.concatenate(([0], marks, [len(kind)])))
+    return np.repeat(np.concatenate(([-1], value)), lengths)
 
 
-def _categories(program: Program, born: np.ndarray, died: np.ndarray) -> list[str]:
-    """Category of allocations of the iteration by the rows of their ALLOC and FREE, shape (n,) each."""
+def _categories(program: Program, born: np.ndarray, died: np.ndarray) -> np.ndarray:
+    """Category (its code) of allocations of the iteration by the rows of their ALLOC and FREE, shape (n,) each."""
     phase_of = _phase_index(program)
     phase = phase_of[born]
     p2p, late = (
@@ -513,16 +518,16 @@ def _categories(program: Program, born: np.ndarray, died: np.ndarray) -> list[st
     freed_in = np.append(phase_of, -2)[died]
     untold = np.where(
         p2p,
-        MemoryCategory.COMMUNICATION.value,
+        _CODES[MemoryCategory.COMMUNICATION],
         np.where(
             freed_in == phase,
-            MemoryCategory.TEMPORARY.value,
-            np.where(late, MemoryCategory.OTHER.value, MemoryCategory.ACTIVATIONS.value),
+            _CODES[MemoryCategory.TEMPORARY],
+            np.where(late, _CODES[MemoryCategory.OTHER], _CODES[MemoryCategory.ACTIVATIONS]),
         ),
     )
     flags = program.events["flags"][born]
     names = {flag: category_of_flag(flag) for flag in np.unique(flags).tolist()}
     for flag, category in names.items():
         if category is not None:
-            untold = np.where(flags == flag, category.value, untold)
-    return untold.tolist()
+            untold = np.where(flags == flag, _CODES[category], untold)
+    return untold

@@ -26,6 +26,7 @@ from prism_plugins.program.model import (
     CommSignature,
     EventKind,
     GroupInfo,
+    MemoryCategory,
     OpSignature,
     Phase,
     Program,
@@ -207,6 +208,9 @@ def _check_allocations(program: Program, require) -> None:
     made = np.concatenate([initial, refs[allocs].astype(np.int64)])
     freed = refs[kinds == EventKind.FREE].astype(np.int64)
     require(min((a.nbytes for a in program.initial), default=0) >= 0, "an allocation has a negative size")
+    require(
+        {a.category for a in program.initial} <= set(MemoryCategory), "an allocation has an unknown category"
+    )
     require(
         not allocs.any() or int(program.events["value"][allocs].min()) >= 0,
         "an allocation has a negative size",

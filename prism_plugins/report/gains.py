@@ -15,8 +15,9 @@ from prism_plugins.program.prediction import Breakdown, Finding, Opportunity
 from prism_plugins.report.critical_path import CriticalPath
 from prism_plugins.report.groups import dims_of
 
-RESIMULATE_WITHIN_S = 1.0
-"""Jobs that simulate faster than this are simulated again for each candidate."""
+RESIMULATE_UP_TO_ROWS = 300_000
+"""Jobs of at most so many program rows, over all classes, are simulated again for each candidate: about a second each. By
+size, not by the time it took: what is told must not depend on what else the machine does."""
 MAX_CANDIDATES = 5
 _WORTH = 0.005
 """Of the iteration; less is not shown."""
@@ -96,7 +97,7 @@ def opportunities(view: JobView, path: CriticalPath, breakdown: Breakdown) -> tu
     total_ms = view.timeline.iteration_time_ns / 1e6
     candidates = [c for c in _candidates(view, path) if c.on_path_ms > _WORTH * total_ms]
     candidates.sort(key=lambda c: -c.on_path_ms)
-    again = view.timeline.seconds <= RESIMULATE_WITHIN_S
+    again = sum(len(c.exemplar.events) for c in view.job.classes) <= RESIMULATE_UP_TO_ROWS
     found = []
     for candidate in candidates[:MAX_CANDIDATES]:
         gain, method = candidate.on_path_ms, "critical path"

@@ -25,6 +25,8 @@ from prism_plugins.report.schedule import schedule, stage_ranks
 from prism_plugins.report.traffic import traffic_matrix
 
 TOP_OPS = 24
+SHOWN_ROWS = 12
+"""Of tables with a row for each class; the others are folded away."""
 MAX_MEMORY_CHARTS = 16
 _PAIRS = (
     ("iteration", lambda p: p.iteration_time_ms, milliseconds),
@@ -91,6 +93,8 @@ def render(
         breakdown=_breakdown(prediction),
         categories=[str(c) for c in MemoryCategory],
         comparison=_comparison(prediction, others),
+        shown_rows=SHOWN_ROWS,
+        max_segments=svg.MAX_SEGMENTS,
         others_names=[prediction.cluster, *others],
         **charts,
     )

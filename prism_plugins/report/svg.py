@@ -18,6 +18,9 @@ _LEFT = 92
 _AXIS = 22
 _MAX_TITLED = 2500
 """Bars with a tooltip each; more are drawn as one path a colour."""
+MAX_SEGMENTS = 1500
+"""Of the critical path; more are too narrow to be seen, and are drawn as shares of the time in bins of this many pixels."""
+_BIN = 2
 
 
 def pipeline_svg(stages: Sequence[StageSchedule], total_ns: float) -> Markup:
@@ -56,24 +59,53 @@ def bar_class(kind: str) -> str:
 
 
 def path_svg(path: CriticalPath, stage_of: Sequence[int], total_ns: float, num_stages: int) -> Markup:
-    """The critical path: one row a stage, coloured by what the time goes to. ``stage_of`` is by segment."""
+    """The critical path: one row a stage, coloured by what the time goes to. ``stage_of`` is by segment.
+
+    Of more than :data:`MAX_SEGMENTS` segments each bin shows how its time divides, from top to bottom.
+    """
     row = 26 if num_stages <= 8 else 18 if num_stages <= 20 else max(6, 360 // num_stages)
     height = row * num_stages + _AXIS
     scale = (WIDTH - _LEFT - 8) / max(total_ns, 1.0)
     parts = [_text(_LEFT - 8, i * row + row / 2 + 4, f"stage {i}", "label end") for i in range(num_stages)]
     parts += [_rect(_LEFT, i * row + 1, WIDTH - _LEFT - 8, row - 2, "idle") for i in range(num_stages)]
     data: dict[str, list[str]] = {}
-    for segment, stage in zip(path.segments, stage_of, strict=True):
-        x, w = (
-            _LEFT + segment.start_ns * scale,
-            max((segment.end_ns - segment.start_ns) * scale, 0.15),
-        )
-        kind = {"communication": "comm", "optimizer": "opt"}.get(segment.kind, segment.kind)
-        data.setdefault(kind, []).append(f"M{x:.2f} {stage * row + 2}h{w:.2f}v{row - 4}h-{w:.2f}z")
+    if len(path.segments) > MAX_SEGMENTS:
+        width = _BIN / scale
+        for (stage, at), times in _time_in_bins(path, stage_of, width).items():
+            y, whole = stage * row + 2.0, sum(times.values())
+            for kind in sorted(times):
+                h = (row - 4) * times[kind] / whole
+                x = _LEFT + at * _BIN
+                data.setdefault(kind, []).append(f"M{x:.1f} {y:.1f}h{_BIN}v{h:.1f}h-{_BIN}z")
+                y += h
+    else:
+        for segment, stage in zip(path.segments, stage_of, strict=True):
+            x, w = _LEFT + segment.start_ns * scale, max((segment.end_ns - segment.start_ns) * scale, 0.15)
+            shape = f"M{x:.2f} {stage * row + 2}h{w:.2f}v{row - 4}h-{w:.2f}z"
+            data.setdefault(_path_class(segment.kind), []).append(shape)
     for kind, shapes in data.items():
-        parts.append(Markup('<path class="bar {}" d="{}"/>').format(kind, "".join(shapes)))
+        parts.append(Markup('<path class="{}" d="{}"/>').format(kind, "".join(shapes)))
     parts.append(_time_axis(height - _AXIS, total_ns, scale))
     return _svg(height, parts, "Critical path over time")
+
+
+def _path_class(kind: str) -> str:
+    return {"communication": "comm", "optimizer": "opt"}.get(kind, kind)
+
+
+def _time_in_bins(
+    path: CriticalPath, stage_of: Sequence[int], width_ns: float
+) -> dict[tuple[int, int], dict[str, float]]:
+    """(stage, bin) → time by kind."""
+    bins: dict[tuple[int, int], dict[str, float]] = {}
+    for segment, stage in zip(path.segments, stage_of, strict=True):
+        kind = _path_class(segment.kind)
+        for at in range(int(segment.start_ns / width_ns), int(segment.end_ns / width_ns) + 1):
+            inside = min(segment.end_ns, (at + 1) * width_ns) - max(segment.start_ns, at * width_ns)
+            if inside > 0:
+                times = bins.setdefault((stage, at), {})
+                times[kind] = times.get(kind, 0.0) + inside
+    return bins
 
 
 def memory_svg(curve: MemoryCurve, *, total_ns: float, top_bytes: float, capacity_bytes: float) -> Markup:

@@ -118,6 +118,8 @@ class Simulation:
             self._world.disturbed = self._disturbance.labels(job.layout.world_size)
         self._layers: list[Layer] = []
         self._units: list[Unit] = []
+        self._call_starts: dict[int, CallStarts] = {}
+        """By unit: many ranks share the common stretch."""
         has_variants = any(cls.variant_of for cls in job.classes)
         if has_variants and fork:
             coarse = refine(self._sources, self._world, with_variants=False)
@@ -151,7 +153,10 @@ class Simulation:
     def call_starts(self, rank: int) -> CallStarts:
         """When a rank comes to each of its calls: far cheaper than :meth:`op_times`."""
         leaf = self._leaves[int(self._quotient.cell_of_rank[rank])]
-        return join([call_starts(unit, self._machine) for unit in leaf.chain()])
+        for unit in leaf.chain():
+            if id(unit) not in self._call_starts:
+                self._call_starts[id(unit)] = call_starts(unit, self._machine)
+        return join([self._call_starts[id(unit)] for unit in leaf.chain()])
 
     @property
     def cell_of_rank(self) -> np.ndarray:
