@@ -128,6 +128,7 @@ class Slice:
                 num_comms=int((kinds == EventKind.COMM).sum()),
                 record_ns_per_op=stats.record_ns_per_op,
                 peak_allocated_bytes=stats.peak_allocated_bytes,
+                peak_requested_bytes=stats.peak_requested_bytes,
                 peak_reserved_bytes=stats.peak_reserved_bytes,
                 allocated_bytes_end=stats.allocated_bytes,
                 late_peak_active_bytes=stats.late_peak_active_bytes,

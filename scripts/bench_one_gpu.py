@@ -121,7 +121,14 @@ def bench(name: str, args: argparse.Namespace) -> dict[str, Any]:
         measured = json.loads((folder / "measured.json").read_text())
         measured.pop("ops")
         result["slices"][folder.name] = measured | {
-            key: report[key] for key in ("peak_allocated_bytes", "peak_reserved_bytes", "seconds", "num_ops")
+            key: report[key]
+            for key in (
+                "peak_allocated_bytes",
+                "peak_requested_bytes",
+                "peak_reserved_bytes",
+                "seconds",
+                "num_ops",
+            )
         }
     result["used_bytes"] = {m["ranks"]: m["device_used_bytes"] for m in prediction["memory"]}
     return result
@@ -179,6 +186,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
         "spread": (max(steady) - min(steady)) / statistics.median(steady),
         "source": "this call",
         "peak_allocated": [m["allocated_bytes.all.peak"] for m in found["memory"]],
+        "peak_requested": [m["requested_bytes.all.peak"] for m in found["memory"]],
         "peak_reserved": [m["reserved_bytes.all.peak"] for m in found["memory"]],
         "used": [m["used_bytes"] for m in found["memory"]],
     }
@@ -202,6 +210,7 @@ def measure_with_deepspeed(job: str, args: argparse.Namespace) -> dict[str, Any]
         "spread": (max(steady) - min(steady)) / statistics.median(steady),
         "source": "this call",
         "peak_allocated": [memory["allocated_bytes.all.peak"]],
+        "peak_requested": [memory["requested_bytes.all.peak"]],
         "peak_reserved": [memory["reserved_bytes.all.peak"]],
         "used": [memory["used_bytes"]],
     }
@@ -248,8 +257,14 @@ def table_of(results: list[dict[str, Any]]) -> str:
         replay = r["replay_log_ms"][0] if r["replay_log_ms"] else None
         slices = r["slices"]
         peaks = truth.get("peak_allocated", [])
+        asked = truth.get("peak_requested", [])
         memory = ", ".join(
             f"{rank}: {s['peak_allocated_bytes'] - peaks[int(rank)]:+d}"
+            + (
+                f" (asked {s['peak_requested_bytes'] - asked[int(rank)]:+d})"
+                if int(rank) < len(asked)
+                else ""
+            )
             for rank, s in slices.items()
             if int(rank) < len(peaks)
         )

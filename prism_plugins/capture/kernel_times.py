@@ -88,8 +88,9 @@ class KernelTimes(NamedTuple):
         """As in iterations that nobody watches, which take ``timed_ns``. ``host_ratio``: what remains of host time
         without CUPTI, by the phases.
 
-        Where the GPU is the bound, what an iteration is longer is the kernels', and what it is shorter the gaps', which
-        CUPTI makes longer. Where the host is the bound, both are the host's. In between only ``host_ratio`` is applied.
+        Where the GPU is the bound, its idle time goes with the host's; what an iteration is longer then is the kernels', and
+        what it is shorter the gaps', which CUPTI makes longer. Where the host is the bound, both are the host's. In between
+        only ``host_ratio`` is applied.
         """
         span = statistics.median(self.span_ns)
         surplus = timed_ns - span
@@ -97,6 +98,7 @@ class KernelTimes(NamedTuple):
         if min(span, timed_ns) <= 0:
             pass
         elif self.idle <= _FEW_IDLE:
+            surplus += self.idle * span * (1 - host_ratio)
             if surplus > 0:
                 kernels = 1 + surplus / max(self.busy_ns, 1.0)
                 kernels = kernels if kernels <= 1 + _MOST else 1.0

@@ -54,6 +54,8 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     timer: str = ""
     """How virtual peers keep time: ``globaltimer`` or ``sleep``."""
     peak_allocated_bytes: int = 0
+    peak_requested_bytes: int = 0
+    """Allocated, but for what the allocator gives on top: it uses cached blocks that are up to 1 MiB larger whole."""
     peak_reserved_bytes: int = 0
 
 

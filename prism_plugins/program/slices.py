@@ -243,6 +243,8 @@ class SliceReport(msgspec.Struct, kw_only=True):
     max_rss_bytes: int = 0
     peak_allocated_bytes: int = 0
     """By the slice's own ledger, over the steady iteration."""
+    peak_requested_bytes: int = 0
+    """Of that, what was asked for: the allocator gives whole cached blocks that are up to 1 MiB larger."""
     peak_reserved_bytes: int = 0
     allocated_bytes_end: int = 0
     """Live at the end of the steady iteration."""

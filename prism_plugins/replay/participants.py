@@ -183,5 +183,6 @@ class ReplayRecorder(GpuRecorder):
             unmatched=self._unmatched,
             timer=self._timer.name,
             peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
+            peak_requested_bytes=stats.get("requested_bytes.all.peak", 0),
             peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
         )

@@ -222,7 +222,10 @@ def test_a_job_is_sliced_simulated_and_replayed(tmp_path: Path) -> None:
     assert report["steady"]
     measured = json.loads((tmp_path / "run" / "slices" / "0" / "measured.json").read_text())
     assert measured["watched"]["iteration_ms"]
-    assert report["peak_allocated_bytes"] == replay["peak_allocated_bytes"], "both are the real allocator's"
+    replayed = json.loads((tmp_path / "run" / "replay" / "0" / "replay.json").read_text())
+    assert report["peak_requested_bytes"] == replayed["peak_requested_bytes"], "both are the real allocator's"
+    # Which cached block it takes depends on what came before; up to 1 MiB more is not split off.
+    assert abs(report["peak_allocated_bytes"] - replayed["peak_allocated_bytes"]) < 2**21
     told = [finding["message"] for finding in prediction["findings"] if finding["kind"] == "shared_gpu"]
     pids = {int(pid) for text in told for pid in re.findall(r"pid (\d+)", text)}
     assert pids <= {os.getpid()}, "a slice does not take itself for a neighbour"
