@@ -61,7 +61,7 @@ def _text(program: Program, event: int) -> str:
         return phase
     group = program.groups[program.comms[calls[0]].group]
     named = " + ".join(dict.fromkeys(call_text(program.comms[call]) for call in calls))
-    return f"{named} in {group.desc or group.name}, {phase}"
+    return f"{named} in {group.label}, {phase}"
 
 
 def _calls(program: Program, event: int) -> list[int]:

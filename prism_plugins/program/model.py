@@ -135,6 +135,11 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "nccl"
     """The backend the script asked for."""
 
+    @property
+    def label(self) -> str:
+        """What it is called where its ranks are not listed; torch calls groups without a description ``undefined``."""
+        return self.desc if self.desc not in ("", "undefined") else f"a group of {len(self.ranks)} ranks"
+
 
 class CommSignature(msgspec.Struct, frozen=True, kw_only=True):
     """A distinct collective or p2p call."""

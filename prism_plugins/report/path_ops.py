@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import msgspec
+import numpy as np
 
 from prism_plugins.emit.op_table import phase_of_row
 from prism_plugins.emit.trace_names import kernel_name, phase_name
@@ -66,7 +68,7 @@ class _Names:
     """What the spans of one rank are called."""
 
     def __init__(self, ranks: RankSpans, rank: int) -> None:
-        self._program, _, self._spans = ranks.of(rank)
+        self._program, self._times, self._spans = ranks.of(rank)
         self._phases = [*(phase_name(phase) for phase in self._program.phases), ""]
         self._phase_of_row = phase_of_row(self._program)
         self._names = [_op_text(signature) for signature in self._program.signatures]
@@ -74,7 +76,7 @@ class _Names:
     def ops(self, segment: Segment) -> Iterator[PathOp]:
         """The ops of a segment."""
         if not segment.spans:
-            yield _op(segment, segment.start_ns, segment.end_ns, name=_WITHOUT_OP[segment.kind])
+            yield from self._without_op(segment)
             return
         at = segment.start_ns
         for i, span in enumerate(segment.spans):
@@ -85,6 +87,22 @@ class _Names:
             yield _op(segment, at, max(end, at), name=name, phase=phase)
             at = max(end, at)
 
+    def _without_op(self, segment: Segment) -> Iterator[PathOp]:
+        """The device has nothing to do: what the host is in meanwhile, phase by phase."""
+        if segment.kind != "host":
+            yield _op(segment, segment.start_ns, segment.end_ns, name="a cause that was not found")
+            return
+        host = self._times.host_ns[: len(self._phase_of_row)]
+        first, last = np.searchsorted(host, (segment.start_ns, segment.end_ns), side="right")
+        rows = np.arange(max(first - 1, 0), max(last, 1))
+        owner = self._phase_of_row[rows]
+        begins = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist()]
+        edges = [segment.start_ns, *host[rows[begins[1:]]].tolist(), segment.end_ns]
+        for begin, (start, end) in zip(begins, itertools.pairwise(edges), strict=True):
+            phase = self._phases[int(owner[begin])]
+            where = phase.partition(" ")[0] or "between phases"
+            yield _op(segment, start, end, name=f"the device idles, the host is in: {where}", phase=phase)
+
     def _name(self, span: int, row: int) -> str:
         program = self._program
         if program.events["kind"][row] != EventKind.COMM:
@@ -92,9 +110,6 @@ class _Names:
         rows = self._spans.members.get(span, (row,))
         calls = [_call_text(program, int(program.events["ref"][r])) for r in rows]
         return " + ".join(calls[:2]) + (f" + {len(calls) - 2} more" if len(calls) > 2 else "")
-
-
-_WITHOUT_OP = {"host": "the host had not issued it yet", "wait": "a cause that was not found"}
 
 
 def _op(segment: Segment, start_ns: float, end_ns: float, *, name: str, phase: str = "") -> PathOp:

@@ -128,8 +128,7 @@ class VectorMachine:
 
     def _label(self, channel: tuple) -> str:
         cell, index = self._layer.quotient.members[channel[0]][0]
-        group = self._layer.quotient.cells[cell].program.groups[index]
-        return group.desc or group.name
+        return self._layer.quotient.cells[cell].program.groups[index].label
 
     @staticmethod
     def _machine(layer: Layer, units: list[Unit], factor: float) -> tuple[Machine, list[Unit]]:

@@ -45,6 +45,7 @@ def test_the_critical_path_is_written_op_by_op(run, capsys, tmp_path):
     assert max(by_rank, key=by_rank.get) == found["critical_path_ranks"][0][0] == 1
     names = {op["name"] for op in ops if op["kind"] == "compute"}
     assert any("mm" in name and "[" in name for name in names)
+    assert any(op["kind"] == "host" and op["name"].endswith("optimizer") for op in ops)
     called = [op for op in ops if op["kind"] == "communication"]
     assert all(op["group"] and op["phase"] for op in called)
     assert main(("what-if", "latest", "--jitter", "3%", "--critical-path", str(file))) == 2
