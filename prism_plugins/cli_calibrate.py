@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from prism_plugins.costs.calibration import (
+    NEAR,
     Calibration,
     count_by_provenance,
     merge,
@@ -206,12 +207,15 @@ def show(calibration: Calibration) -> list[str]:
     for figure in c.figures:
         family = family_of(figure.signature.op) or "unknown"
         by_family[family] = by_family.get(family, 0) + 1
-    lines.append(f"{'family':26} {'figures':>7}  leave-one-out error: median, p95")
+    lines.append(
+        f"{'family':26} {'figures':>7}  leave-one-out error: median, p95; p95 with a neighbour within {NEAR:g} doublings"
+    )
     errors = expected_errors(c)
     for family, count in sorted(by_family.items(), key=lambda item: -item[1]):
         error = errors.get(family)
         known = f"{error.median:6.1%} {error.p95:6.1%} ({error.count})" if error else "-"
-        lines.append(f"{family:26} {count:7}  {known}")
+        near = f"  {error.near_p95:6.1%} ({error.num_near})" if error and error.num_near else ""
+        lines.append(f"{family:26} {count:7}  {known}{near}")
     by_call: dict[tuple[str, int], list[int]] = {}
     for point in c.collectives:
         by_call.setdefault((point.kind, point.gpus), []).append(point.nbytes)

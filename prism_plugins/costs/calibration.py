@@ -103,6 +103,14 @@ class FamilyError(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     median: float
     p95: float
+    num_near: int = 0
+    """Of ``count``, those whose nearest neighbour is at most :data:`NEAR` away."""
+    near_p95: float = 0.0
+    """95th percentile of theirs."""
+
+
+NEAR = 2.0
+"""Doublings of size, summed over an op's dimensions, up to which a neighbour is near; the grids' own steps are one to two."""
 
 
 class Calibration(msgspec.Struct, kw_only=True):

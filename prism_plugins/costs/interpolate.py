@@ -19,7 +19,6 @@ good all this is.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 
 import msgspec
@@ -33,7 +32,7 @@ from prism_plugins.costs.attention_tiles import (
     FLASH_FORWARD,
     log_waste,
 )
-from prism_plugins.costs.calibration import FamilyError, Figure
+from prism_plugins.costs.calibration import NEAR, FamilyError, Figure
 from prism_plugins.costs.families import base_name, family_of
 from prism_plugins.costs.roofline import Roofline
 from prism_plugins.costs.rules import attention_sizes, gemm_sizes
@@ -158,21 +157,26 @@ class Interpolation:
 
     def leave_one_out(self) -> dict[str, FamilyError]:
         """Error of every family when each of its figures is predicted from the others."""
-        errors: dict[str, list[float]] = {}
+        found: dict[str, list[tuple[float, float]]] = {}
         for group in self._groups.values():
             for point in group.points:
                 s = point.figure.signature
                 estimate = self.estimate(s, without=point.figure)
                 if estimate is not None:
-                    errors.setdefault(family_of(s.op) or "", []).append(abs(estimate.ratio / point.ratio - 1))
-        return {
-            family: FamilyError(
-                count=len(values),
-                median=round(statistics.median(values), 4),
-                p95=round(float(np.percentile(values, 95)), 4),
-            )
-            for family, values in sorted(errors.items())
-        }
+                    error = abs(estimate.ratio / point.ratio - 1)
+                    found.setdefault(family_of(s.op) or "", []).append((error, estimate.distance))
+        return {family: _family_error(*np.array(found[family]).T) for family in sorted(found)}
+
+
+def _family_error(errors: np.ndarray, distances: np.ndarray) -> FamilyError:
+    near = errors[distances <= NEAR]
+    return FamilyError(
+        count=len(errors),
+        median=round(float(np.median(errors)), 4),
+        p95=round(float(np.percentile(errors, 95)), 4),
+        num_near=len(near),
+        near_p95=round(float(np.percentile(near, 95)), 4) if len(near) else 0.0,
+    )
 
 
 def _fit(features: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -72,6 +72,9 @@ def test_expected_errors_of_what_ships() -> None:
         for way in ("forward", "backward"):
             assert errors[f"{kind}_{way}"].median < 0.05
             assert errors[f"{kind}_{way}"].p95 < 0.15
+    gemm = errors["gemm"]
+    assert 0.8 * gemm.count < gemm.num_near < gemm.count
+    assert gemm.near_p95 < gemm.p95
 
 
 def test_another_gpu_is_scaled_by_the_rules_of_both_and_marked() -> None:
