@@ -31,11 +31,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prism_plugins import cli
+from prism_plugins.cli_flight_recorder import MAX_RANKS
 from prism_plugins.emit.flight_recorder import PREFIX
 from prism_plugins.emit.prediction_json import read_prediction
 from prism_plugins.options import parse_ranks
 from prism_plugins.program.prediction import Prediction
 from prism_plugins.rundir import RunDir
+
+MAX_PAGES = 12
+"""Of the printed report, however large the job."""
 
 
 class WrongOutputError(Exception):
@@ -283,6 +287,8 @@ def memory_viz(subject: Subject) -> tuple[str, str]:
 def flight_recorder(subject: Subject) -> tuple[str, str]:
     """PyTorch's flight recorder analyzer."""
     installed("tabulate")
+    if subject.prediction.world_size > MAX_RANKS:
+        raise NotRunError(f"it wants a dump of every rank, at most {MAX_RANKS}")
     out = subject.scratch / "dumps"
     prism("flight-recorder", subject.rundir.path, "--out", out)
     with quiet():
@@ -317,9 +323,17 @@ def chromium(subject: Subject) -> tuple[str, str]:
     expect("<script" not in dom, "a script in the page")
     pictures = dom.count("<svg")
     expect(pictures >= 5, f"{pictures} drawings")
+    printed = subject.scratch / "report.pdf"
+    call(
+        found, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={subject.scratch / 'profile'}",
+        f"--print-to-pdf={printed}", subject.rundir.report.as_uri(),
+    )  # fmt: skip
+    pages = len(re.findall(rb"/Type\s*/Page\b", printed.read_bytes()))
+    expect(1 <= pages <= MAX_PAGES, f"{pages} pages when printed")
+    size = subject.rundir.report.stat().st_size / 2**20
     return (
         version,
-        f"{subject.rundir.report.name}: {subject.rundir.report.stat().st_size / 2**20:.2f} MiB, {pictures} drawings",
+        f"{subject.rundir.report.name}: {size:.2f} MiB, {pictures} drawings, {pages} pages printed",
     )
 
 

@@ -25,7 +25,7 @@ from prism_plugins.report.schedule import schedule, stage_ranks
 from prism_plugins.report.traffic import traffic_matrix
 
 TOP_OPS = 24
-SHOWN_ROWS = 12
+SHOWN_ROWS = 8
 """Of tables with a row for each class; the others are folded away."""
 MAX_MEMORY_CHARTS = 16
 _PAIRS = (

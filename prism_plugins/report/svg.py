@@ -18,7 +18,7 @@ _LEFT = 92
 _AXIS = 22
 _MAX_TITLED = 2500
 """Bars with a tooltip each; more are drawn as one path a colour."""
-MAX_SEGMENTS = 1500
+MAX_SEGMENTS = 400
 """Of the critical path; more are too narrow to be seen, and are drawn as shares of the time in bins of this many pixels."""
 _BIN = 2
 
@@ -48,7 +48,7 @@ def pipeline_svg(stages: Sequence[StageSchedule], total_ns: float) -> Markup:
                     _text(x + w / 2, y + row / 2 + 4, str(bar.microbatch), f"number middle on-{kind}")
                 )
     for kind, data in paths.items():
-        parts.append(Markup('<path class="bar {}" d="{}"/>').format(kind, "".join(data)))
+        parts.append(Markup('<path class="{}" d="{}"/>').format(kind, "".join(data)))
     parts.append(_time_axis(height - _AXIS, total_ns, scale))
     return _svg(height, parts, "Pipeline schedule: stages over time")
 
