@@ -136,6 +136,10 @@ def tune(job: Job, settings: Settings) -> tuple[TuneResult, TuneDir]:
     from prism_plugins.tune.progress import TuneProgress
     from prism_plugins.tune.search import Search
 
+    if job.options.device != "virtual":
+        raise PrismError(
+            "a search runs on the virtual device; --verify K runs the best K on this machine's GPU"
+        )
     if settings.verify:
         from prism_plugins.gpu.device import check_gpu
 

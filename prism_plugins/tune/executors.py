@@ -16,6 +16,8 @@ from prism_plugins.errors import PrismError
 from prism_plugins.options import Job
 from prism_plugins.tune.emulate import emulate
 
+_MOST_MINUTES = 7 * 24 * 60
+"""Of a job of a Slurm array; more is left to the partition's own limit."""
 EXECUTORS = ("local", "submitit", "ray")
 
 
@@ -69,9 +71,9 @@ class SubmititExecutor:
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, str]]:
         """See :class:`Executor`."""
-        minutes = max(1, int(max(task.seconds for task in tasks) // 60) + 1)
-        if minutes < 60 * 24 * 7:
-            self._executor.update_parameters(timeout_min=minutes)
+        minutes = max(task.seconds for task in tasks) / 60
+        if minutes < _MOST_MINUTES:
+            self._executor.update_parameters(timeout_min=int(minutes) + 1)
         jobs = self._executor.map_array(run_task, list(tasks))
         try:
             for index, job in enumerate(jobs):
@@ -90,8 +92,12 @@ class RayExecutor:
         self.width = width
         self._ray = _imported("ray")
         self._cpus = cpus
-        if not self._ray.is_initialized():
-            self._ray.init(log_to_driver=False)
+        try:
+            if not self._ray.is_initialized():
+                self._ray.init(log_to_driver=False)
+        except Exception as error:  # Ray raises bare ones, too.
+            told = " ".join(str(error).split()) or type(error).__name__
+            raise PrismError(f"--executor ray: Ray does not start: {told}") from None
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, str]]:
         """See :class:`Executor`."""

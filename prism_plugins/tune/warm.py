@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from prism_plugins.arming import slice_interpreter_flags
+from prism_plugins.device.build import find_torch, library_path, obstacle
 from prism_plugins.errors import FileFormatError, PrismError, SliceFailed
 from prism_plugins.integration.tuning import Verdict
 from prism_plugins.program.slices import SliceReport, SliceSpec
@@ -56,6 +57,9 @@ class WarmScript:
         self._log = directory / "warm" / "log.txt"
 
     def __enter__(self) -> WarmScript:
+        torch = find_torch()
+        if obstacle(torch) is None:
+            library_path(torch)  # Compiled before the time that the script has for its start.
         folder = self._directory / "warm"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").unlink(missing_ok=True)

@@ -56,6 +56,7 @@ class WarmSlice(Slice):
 
     def _serve(self, parser: Any) -> None:
         """Answer requests; returns in a copy that is to run on as a slice."""
+        _start_device()
         _warm_compiler()
         gc.collect()
         gc.freeze()
@@ -130,6 +131,17 @@ def likeliest(answers: Sequence[list[Verdict]]) -> list[Verdict]:
     make sense to one only."""
     given = [verdicts for verdicts in answers if verdicts]
     return next((v for v in given if any(one.legal for one in v)), given[0] if given else [])
+
+
+def _start_device() -> None:
+    """Start torch's device before the first fork, and let copies go on with it.
+
+    A real GPU's context does not survive a fork, so torch refuses it in a copy; the virtual one has nothing to lose.
+    """
+    import torch
+
+    torch.cuda.init()
+    torch.cuda._is_in_bad_fork = lambda: False
 
 
 def _warm_compiler() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +15,9 @@ from prism_plugins.tune.emulate import alone
 from prism_plugins.tune.executors import Task, make_executor
 
 
-def task_of(tmp_path: Path, name: str) -> Task:
+def task_of(tmp_path: Path, name: str, seconds: float = 60.0) -> Task:
     job = Job(options=Options(world_size=1), run_as="script", argv=("/nowhere.py",))
-    return Task(job=job, argv=job.argv, cluster=tmp_path / "none.toml", out=tmp_path / name, seconds=60.0)
+    return Task(job=job, argv=job.argv, cluster=tmp_path / "none.toml", out=tmp_path / name, seconds=seconds)
 
 
 def executor_of(name: str, tmp_path: Path, **given):
@@ -50,8 +51,18 @@ def test_submitit_runs_tasks_in_processes_of_its_own(tmp_path: Path) -> None:
     executor = executor_of("submitit", tmp_path, slurm=("slurm_partition=cpu",))
     if executor._executor.cluster != "local":
         pytest.skip(f"submitit {submitit.__version__} found {executor._executor.cluster}")
-    told = dict(executor.run([task_of(tmp_path, "a"), task_of(tmp_path, "b")]))
+    told = dict(executor.run([task_of(tmp_path, "a"), task_of(tmp_path, "b", seconds=float("inf"))]))
     assert set(told) == {0, 1}
     assert all("does not exist" in text for text in told.values())
     with pytest.raises(PrismError, match="KEY=VALUE"):
         executor_of("submitit", tmp_path, slurm=("cpu",))
+
+
+def test_a_ray_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch) -> None:
+    def init(**given: object) -> None:
+        raise Exception("The current node timed out\nduring startup.")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(PrismError, match="does not start: The current node timed out during startup"):
+        executor_of("ray", tmp_path)
