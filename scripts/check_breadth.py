@@ -182,7 +182,8 @@ def run(job: Job, out: Path) -> Row:
                 "--prism-no-cache",
             ),
         ]
-        environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        # Megatron wants one connection for overlapped tensor parallelism, more for FSDP.
+        environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "8" if "fsdp" in job.args else "1"}
         if first is not None:
             environment |= python_path(first)
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

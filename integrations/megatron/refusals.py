@@ -19,10 +19,31 @@ REFUSING = (
     ("megatron.core.fusions.fused_layer_norm", "FusedLayerNorm.__init__"),
     ("megatron.core.ssm.mamba_mixer", "MambaMixer.__init__"),
     ("megatron.core.optimizer", "get_megatron_optimizer"),
+    ("megatron.core.optimizer.muon", "get_megatron_muon_optimizer"),
 )
 """(module, attribute) of functions that refuse a configuration; whatever they assert is the user's to mend."""
 
+_GRAPHS = "a graph's capture and replay are not recorded; without graphs the same kernels run, and the host launches each of them"
+
 NOT_EMULATED = (
+    (
+        "megatron.core.transformer.cuda_graphs",
+        "CudaGraphManager.__init__",
+        "--cuda-graph-impl local",
+        _GRAPHS,
+    ),
+    (
+        "megatron.core.transformer.cuda_graphs",
+        "TECudaGraphHelper.__init__",
+        "--cuda-graph-impl transformer_engine",
+        _GRAPHS,
+    ),
+    (
+        "megatron.core.full_cuda_graph",
+        "FullCudaGraphWrapper.__init__",
+        "a graph of the whole iteration",
+        _GRAPHS,
+    ),
     (
         "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
         "FullyShardedDataParallel.__init__",

@@ -3,6 +3,8 @@
 ``batch_invariant_kernels`` and ``tensor_ops`` import Triton without asking whether it is there; every training
 script imports the first, every script with Mamba layers the second. The stand-in is found during that import only: torch and the rest of Megatron keep seeing that there is no
 Triton, and act accordingly. A kernel of it that is launched after all is an error that says so.
+
+Kernels that training does launch (rotary embeddings of latent attention) are recorded instead (:mod:`prism_plugins.integration.triton_kernels`).
 """
 
 from __future__ import annotations
@@ -24,16 +26,28 @@ USERS = (
 )
 """Modules that import Triton unconditionally and define kernels with it."""
 
+LAUNCHED = ("megatron.core.fusions.fused_mla_yarn_rope_apply",)
+"""Modules whose kernels training launches."""
+
 _NAMES = ("triton", "triton.language")
 
 
 def provide_triton(context: SliceContext) -> None:
-    """Let :data:`USERS` be imported where Triton is not installed."""
+    """Let :data:`USERS` be imported where Triton is not installed, and record what :data:`LAUNCHED` launches."""
+    if context.spec.device == "virtual":
+        for name in LAUNCHED:
+            context.on_import(name, _record_launches)
     if importlib.util.find_spec("triton") is not None:
         return
     sys.meta_path.insert(0, _Finder())
     for user in USERS:
         context.on_import(user, lambda module: [sys.modules.pop(name, None) for name in _NAMES])
+
+
+def _record_launches(module: ModuleType) -> None:
+    from prism_plugins.integration.triton_kernels import execute_again
+
+    execute_again(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -139,8 +139,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     @contextlib.contextmanager
     def _with_flash(self) -> Iterator[None]:
         """flash-attn, as the environment has it or as it is taken to be, of which only the kernels are virtual."""
+        from prism_plugins.integration.stand_ins import stand_in
         from prism_plugins.integrations.transformer_engine import flash_attention
-        from prism_plugins.integrations.transformer_engine.stand_ins import stand_in
 
         installed = flash_attention.installed_version()
         version = installed or flash_attention.VERSION
@@ -191,12 +191,12 @@ def _execute_inside(
 
 
 def _without_onnx() -> contextlib.AbstractContextManager[None]:
-    from prism_plugins.integrations.transformer_engine.stand_ins import onnx_stand_in
+    from prism_plugins.integration.stand_ins import onnx_stand_in
 
     return onnx_stand_in()
 
 
 def _with_triton() -> contextlib.AbstractContextManager[None]:
-    from prism_plugins.integrations.transformer_engine.triton_kernels import triton_stand_in
+    from prism_plugins.integration.triton_kernels import triton_stand_in
 
     return triton_stand_in()

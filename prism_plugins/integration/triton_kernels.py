@@ -1,7 +1,7 @@
-"""Transformer Engine's own Triton kernels (permutation of tokens, cross entropy, padding): launches are recorded.
+"""Triton kernels of a framework (permutation of tokens, rotary embeddings, cross entropy): launches are recorded.
 
-Its modules are executed with a stand-in for Triton, whether Triton is installed or not: a kernel that is launched records
-its tensors, and its outputs count as synthesized.
+Modules that define them are executed with a stand-in for Triton, whether Triton is installed or not: a kernel that is launched
+records its tensors, and its outputs count as synthesized.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from prism_plugins.integration.kernels import record, synthesized
-from prism_plugins.integrations.transformer_engine.stand_ins import StandIn, stand_in
+from prism_plugins.integration.stand_ins import StandIn, stand_in
 
 _NAMES = ("triton", "triton.language", "triton.language.core", "triton.language.standard")
 VERSION = "3.5.0"
@@ -23,6 +23,13 @@ VERSION = "3.5.0"
 def triton_stand_in() -> contextlib.AbstractContextManager[None]:
     """``import triton`` gives the stand-in inside."""
     return stand_in(_modules())
+
+
+def execute_again(module: ModuleType) -> None:
+    """Execute a module that was just imported once more, with the stand-in."""
+    code = module.__spec__.loader.get_code(module.__name__)
+    with triton_stand_in():
+        exec(code, module.__dict__)
 
 
 class Kernel:

@@ -1,4 +1,4 @@
-"""Modules that Transformer Engine imports and that do nothing in a slice."""
+"""Modules that frameworks import and that do nothing in a slice."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ def stand_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
 
 
 def onnx_stand_in() -> contextlib.AbstractContextManager[None]:
-    """``onnxscript`` and ``onnx``, with which TE defines what only an ONNX export uses; themselves where installed."""
+    """``onnxscript`` and ``onnx``, with which Transformer Engine defines what only an ONNX export uses; themselves where installed."""
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     return stand_in({name: StandIn(name) for name in missing})
