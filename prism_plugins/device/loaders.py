@@ -40,12 +40,16 @@ def dataloader_init(context: SliceContext) -> Callable[..., None]:
     return __init__
 
 
+class CannotCompile(PrismError, RuntimeError):
+    """torch's own error of a build that fails is a RuntimeError too: who can do without the extension goes on."""
+
+
 def guard_cpp_extension(module: ModuleType) -> None:
     """``torch.utils.cpp_extension``: a CUDA_HOME to look at, and a clear error for who would compile for the GPU."""
 
     def refuse(what: str) -> Callable[..., None]:
         def fail(*arguments: Any, **options: Any) -> None:
-            raise PrismError(
+            raise CannotCompile(
                 f"the script compiles a CUDA extension ({what}), which the virtual CUDA device cannot run: "
                 "switch the option off that needs it"
             )
