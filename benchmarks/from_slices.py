@@ -20,10 +20,14 @@ from typing import Any
 
 from prism_plugins import stages
 from prism_plugins.cli_run import load_job
+from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.costs.model import load_calibration
 from prism_plugins.costs.nccl.settings import parse_settings
+from prism_plugins.program.job import JobPrograms
+from prism_plugins.program.model import EventKind
 from prism_plugins.rundir import RunDir
+from prism_plugins.simulate.prices import Pricer
 
 
 def main() -> int:
@@ -45,6 +49,10 @@ def main() -> int:
             nccl=parse_settings(info.nccl_variables), calibration=load_calibration(options.calibration),
         ),
     )  # fmt: skip
+    began = time.process_time()
+    occurrences = price(job, costs)
+    each = (time.process_time() - began) / occurrences
+    print(f"price {occurrences:,} ops and calls of all classes: CPU {1e6 * each:.3f} us each")
     timeline, faults = timed("simulate", lambda: stages.simulate(job, costs))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     variants = sum(len(cls.variants) for cls in job.classes)
@@ -56,6 +64,16 @@ def main() -> int:
         return 1
     print(f"iteration {timeline.iteration_time_ns / 1e6:.1f} ms")
     return 0
+
+
+def price(job: JobPrograms, costs: CostModel) -> int:
+    """Price everything that a simulation prices; how many ops and calls the programs of the classes hold."""
+    costs.settle(job)
+    pricer, count = Pricer(costs), 0
+    for cls in job.classes:
+        pricer.price(cls.exemplar)
+        count += int((cls.exemplar.events["kind"] <= EventKind.COMM).sum())
+    return count
 
 
 def timed(name: str, step: Callable[[], Any]) -> Any:
