@@ -48,8 +48,8 @@ MEGATRON = (
 )
 DEEPSPEED = ("deepspeed_h200.json", "deepspeed_h200_host.json")
 CLUSTER = "dgx-h200"
-HOST_BOUND = 1.25
-"""Jobs whose measured iteration is this many times the predicted time of their kernels are listed as host-bound."""
+HOST_BOUND = 0.1
+"""Jobs in whose prediction the slowest rank waits for its host for more than this share are listed as host-bound."""
 
 
 def main() -> int:
@@ -141,7 +141,8 @@ def compare(
     target = msgspec.convert(host, HostCosts) if host else host_of(calibration)
     cluster = with_host_of_slices(load_cluster(CLUSTER), programs, reports, target)
     costs = build_cost_model(cluster, calibration=calibration)
-    ms = Simulation(programs, costs).timeline.iteration_time_ns / 1e6
+    timeline = Simulation(programs, costs).timeline
+    ms = timeline.iteration_time_ns / 1e6
     program = program_of(programs, 0)
     prices, events = Pricer(costs).price(program), program.events
     device = float(prices.op_ns[events["ref"][events["kind"] == EventKind.KERNEL]].sum()) / 1e6
@@ -153,7 +154,8 @@ def compare(
         if real_device
         else f"{'-':>8} /{ms - device:6.0f} ms"
     )
-    kind = "host-bound" if real > HOST_BOUND * device else "device-bound"
+    host_ms = timeline.breakdown[timeline.slowest_class].host
+    kind = "host-bound" if host_ms > HOST_BOUND * ms else "device-bound"
     print(
         f"{job['name']:24}{real:>9.1f}{ms:>10.1f}{error:>+8.1%}   {parts:22}{gap:24}{peak_error(job, run):>10}  {kind}",
         flush=True,
