@@ -122,7 +122,12 @@ def test_variants_are_told_and_shown() -> None:
     assert told_of(nothing).endswith("nothing fits")
     result = result_of(best)
     result.sensitivity = (found, nothing)
-    assert render(result).count("<rect") == 2
+    page = render(result)
+    assert page.count("<polyline") == 2
+    assert ">A</text>" in page
+    assert "nothing fits</title>" in page
+    assert ">64</text>" in page
+    assert ">8</text>" in page  # The launch itself.
 
 
 @pytest.mark.parametrize(
