@@ -17,7 +17,7 @@ import numpy as np
 from prism_plugins.costs.families import family_of
 from prism_plugins.emit.spans import SpanKind
 from prism_plugins.program.model import CommSignature, EventKind, Program
-from prism_plugins.report.groups import dims_of
+from prism_plugins.report.groups import dims_of_group
 from prism_plugins.report.rank_spans import RankSpans
 from prism_plugins.simulate.expand import CallStarts
 from prism_plugins.simulate.timeline import OpTimes
@@ -170,7 +170,7 @@ class _Walk:
         self.parts: list[tuple[int, float, float, str, str, tuple[int, ...]]] = []
         self.families: dict[str, float] = {}
         self._calls: dict[int, _Calls] = {}
-        self._dims: dict[tuple[int, ...], str] = {}
+        self._dims: dict[tuple[tuple[int, ...], str], str] = {}
         self._others: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         self._cell_of_rank = self.view.cell_of_rank()
 
@@ -229,11 +229,11 @@ class _Walk:
         spans = here.spans
         start, moving = float(spans.start_ns[span]), float(spans.transfer_start_ns[span])
         comm = here.program.comms[int(here.program.events["ref"][spans.row[span]])]
-        ranks = here.program.groups[comm.group].ranks
-        if ranks not in self._dims:
-            self._dims[ranks] = dims_of(ranks, self.view.job.layout)
+        group = here.program.groups[comm.group]
+        if (key := (group.ranks, group.desc)) not in self._dims:
+            self._dims[key] = dims_of_group(group, self.view.job.layout)
         moving = min(max(moving, start), t)
-        dims = self._dims[ranks]
+        dims = self._dims[key]
         peer, at, row = rank, start, int(spans.row[span])
         if span in spans.members:  # ends with its last part, which starts when both sides have come
             peer, at, row = self._last_to_come(here, rank, span, t)

@@ -13,7 +13,7 @@ from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.model import CommSignature, OpSignature
 from prism_plugins.program.prediction import Breakdown, Finding, Opportunity
 from prism_plugins.report.critical_path import CriticalPath
-from prism_plugins.report.groups import dims_of
+from prism_plugins.report.groups import dims_of, dims_of_group
 
 RESIMULATE_UP_TO_ROWS = 300_000
 """Jobs of at most so many program rows, over all classes, are simulated again for each candidate: about a second each. By
@@ -128,6 +128,7 @@ def _rows(job: JobPrograms) -> int:
 
 
 def _candidates(view: JobView, path: CriticalPath) -> Iterable[_Candidate]:
+    told_apart = _told_apart(view)
     for name, ms in path.by_kind_ms.items():
         kind, _, dims = name.partition(" ")
         if kind == "communication":
@@ -136,7 +137,9 @@ def _candidates(view: JobView, path: CriticalPath) -> Iterable[_Candidate]:
                 what=f"{dims} communication",
                 advice=advice or "overlap it with compute",
                 on_path_ms=ms,
-                alter=lambda costs, dims=dims: Altered(costs, comm=_free_comm(view, dims)),
+                alter=(lambda costs, dims=dims: Altered(costs, comm=_free_comm(view, dims)))
+                if dims in told_apart
+                else None,
             )
         elif kind == "host":
             yield _Candidate(
@@ -170,6 +173,16 @@ def _simulated_ms(view: JobView, costs: Altered) -> float:
         return Simulation(view.job, costs).timeline.iteration_time_ns / 1e6
     finally:
         Simulation.last = kept
+
+
+def _told_apart(view: JobView) -> set[str]:
+    """Dimensions whose groups have ranks that no group of other dimensions has: prices know a group by its ranks."""
+    dims_by_ranks: dict[tuple[int, ...], set[str]] = {}
+    for symmetric in view.job.classes:
+        for group in symmetric.exemplar.groups:
+            dims_by_ranks.setdefault(group.ranks, set()).add(dims_of_group(group, view.job.layout))
+    shared = set().union(*(dims for dims in dims_by_ranks.values() if len(dims) > 1))
+    return set().union(*dims_by_ranks.values()) - shared
 
 
 def _free_comm(view: JobView, dims: str) -> Callable[[tuple[int, ...], Price], Price]:

@@ -39,10 +39,17 @@ class GroupUse(msgspec.Struct, frozen=True, kw_only=True):
     """Time that a call spent waiting for the other members before anything was transferred."""
 
 
-def dims_of(ranks: tuple[int, ...], layout: Layout) -> str:
+def dims_of_group(group: GroupInfo, layout: Layout) -> str:
+    """:func:`dims_of` a group; its description decides between grids that fit alike (expert and data parallelism over the
+    same ranks)."""
+    return dims_of(group.ranks, layout, of_experts="expert" in group.desc.lower())
+
+
+def dims_of(ranks: tuple[int, ...], layout: Layout, *, of_experts: bool = False) -> str:
     """The parallel dimensions in which members of a group differ, joined by ``+``; ``self`` for a group of one.
 
-    Of the dense and the expert grid the one in which fewer dimensions vary names the group.
+    Of the dense and the expert grid the one in which fewer dimensions vary names the group; where both fit alike
+    ``of_experts`` decides.
     """
     if len(ranks) < 2:
         return "self"
@@ -55,7 +62,7 @@ def dims_of(ranks: tuple[int, ...], layout: Layout) -> str:
             name for name, axis in zip(reversed(sizes), index, strict=True) if len(np.unique(axis)) > 1
         )
         names = tuple({"tp": "etp", "dp": "edp"}.get(n, n) if expert else n for n in reversed(varying))
-        if best is None or len(names) < len(best):
+        if best is None or len(names) < len(best) or (of_experts and len(names) == len(best)):
             best = names
     return "+".join(best or ())
 
@@ -100,7 +107,7 @@ def group_uses(program: Program, spans: DeviceSpans, costs: CostModel, layout: L
         hidden = overlap(moving, compute)
         uses.append(
             GroupUse(
-                dims=dims_of(group.ranks, layout),
+                dims=dims_of_group(group, layout),
                 desc=group.desc or group.name,
                 ranks=format_ranks(group.ranks),
                 size=len(group.ranks),

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from prism_plugins.emit.spans import SpanKind
-from prism_plugins.program.model import EventKind
+from prism_plugins.program.model import EventKind, GroupInfo
 from prism_plugins.program.prediction import Breakdown
 from prism_plugins.report.expected_error import expected_error
 from prism_plugins.report.gains import Altered, opportunities
-from prism_plugins.report.groups import dims_of
+from prism_plugins.report.groups import dims_of, dims_of_group
 from prism_plugins.report.memory_curves import memory_curve
 from prism_plugins.report.schedule import schedule
 from prism_plugins.report.traffic import traffic_matrix
@@ -84,6 +84,15 @@ class TestGroups:
         assert dims_of((0, 8), layout) == "pp"
         assert dims_of((0, 1, 8, 9), layout) == "tp+pp"
         assert dims_of((3,), layout) == "self"
+
+    def test_experts_over_the_ranks_of_data_parallelism_are_told_by_the_groups_description(self):
+        layout = Layout(world_size=8, dp=8, ep=8)
+        ranks = tuple(range(8))
+        assert dims_of_group(GroupInfo(ranks=ranks, name="3", desc="DATA_PARALLEL_GROUP"), layout) == "dp"
+        assert (
+            dims_of_group(GroupInfo(ranks=ranks, name="63", desc="EXPERT_MODEL_PARALLEL_GROUP"), layout)
+            == "ep"
+        )
 
 
 class TestGains:
