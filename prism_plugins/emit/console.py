@@ -133,7 +133,7 @@ def verdict(p: Prediction) -> Text:
     text = Text()
     for (kind, severity), ranks in ranks_of.items():
         if severity == "error" and kind not in ("oom", "audit"):
-            text.append(f"does not run: {kind}", style="bold red")
+            text.append(f"does not run: {kind.replace('_', ' ')}", style="bold red")
             text.append(f" on ranks {_join(ranks)}\n" if any(ranks) else "\n")
     if ("audit", "error") in ranks_of:
         text.append("not to be trusted", style="bold red")
@@ -340,9 +340,9 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
     shown = sorted(findings, key=lambda f: order.get(f.severity, 3))
     text = Text()
     for i, finding in enumerate(shown[:MAX_FINDINGS]):
-        where = f" [ranks {shorten_ranks(finding.ranks)}{', ' + finding.phase if finding.phase else ''}]"
+        where = f" [ranks {shorten_ranks(finding.ranks)}{', ' + finding.phase if finding.phase not in ('', 'none') else ''}]"
         text.append("\n" if i else "")
-        text.append(f"{finding.severity}: {finding.kind}", style=_SEVERITY_STYLE.get(finding.severity, ""))
+        text.append(f"{finding.severity}: {finding.kind.replace('_', ' ')}", style=_SEVERITY_STYLE.get(finding.severity, ""))
         text.append((where if finding.ranks else "") + f" {finding.message}")
     return _with_rest(text, len(shown) - MAX_FINDINGS)
 
