@@ -109,8 +109,9 @@ def _balance(facts: JobFacts, job: JobPrograms, timeline: Timeline) -> list[Find
 
 
 def held(fingerprint: str) -> str:
-    """A stage's fingerprint for people: ``12x Block, Head`` of ``12x Block-3f2a91, Head``."""
-    return re.sub(r"-[0-9a-f]{6}\b", "", fingerprint)
+    """A stage's fingerprint for people: ``12x Block, loss f`` of ``12x Block-3f2a91, loss f:147tuple(None, list())``."""
+    named = re.sub(r"(\bloss [\w.<>]+):\d+tuple\(.*?\)(?= \||$)", r"\1", fingerprint)
+    return re.sub(r"-[0-9a-f]{6}\b", "", named)
 
 
 def better_split(layers: list[int], busy: np.ndarray) -> tuple[list[int], float] | None:

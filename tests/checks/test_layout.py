@@ -54,5 +54,7 @@ def test_overlap_that_needs_one_connection() -> None:
 
 
 def test_layers_are_named_without_the_digests_of_their_fields() -> None:
+    with_code = "Head-0a1b2c, loss train.<locals>.loss:147tuple(None, list(3, f())) | ties of stage 7: embed"
+    assert held(with_code) == "Head, loss train.<locals>.loss | ties of stage 7: embed"
     shown = held("12x Block-3f2a91, Head-0a1b2c, loss train.loss | ties of stage 3: embed")
     assert shown == "12x Block, Head, loss train.loss | ties of stage 3: embed"
