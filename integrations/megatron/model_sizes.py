@@ -43,6 +43,7 @@ class ModelSizes:
             self.optimizer_bytes = 0  # Its states may be as small as one likes, or elsewhere.
         self._latent = bool(args.get("multi_latent_attention"))
         self._every = args.get("moe_layer_freq", 1) in (None, 1)
+        self._masked_apart = args.get("masked_softmax_fusion") is False
         self._unfused = args.get("transformer_impl") == "local" and not self._latent
 
     def layer_flops(self, micro_batch: int, *, recomputed: bool) -> float:
@@ -70,11 +71,13 @@ class ModelSizes:
 
     def softmax_bytes(self, micro_batch: int, tp: int, cp: int, *, kind: str) -> float:
         """What the softmax of unfused attention reads and writes in a layer: scores in, probabilities out, in forward (once
-        more where they are recomputed); two in, one out in backward."""
+        more where they are recomputed); two in, one out in backward. Where torch's own ops mask them, the mask is one pass
+        more in each (``masked_fill``)."""
         scores = micro_batch * self.heads / tp * self.seq * self.seq / cp * self.param_bytes
         if not self._unfused or scores < CACHED_BYTES:
             return 0.0
-        return scores * (2 * (1 if kind == "none" else 2) + 3)
+        masked = 2 if self._masked_apart else 0
+        return scores * ((2 + masked) * (1 if kind == "none" else 2) + 3 + masked)
 
     def optimizer_traffic(self, params: float, shards: int) -> float:
         """What Adam's step moves for that many parameters of a rank: states read and written, gradients read, parameters

@@ -97,6 +97,13 @@ class Finals:
         found = self._composed[point].emulated
         return found is not None and found.memory_bytes <= self._result.capacity_bytes
 
+    def _best(self) -> Candidate | None:
+        """The fastest emulated layout that fits."""
+        fitting = [
+            (c.emulated.iteration_ms, c) for p, c in self._composed.items() if c.emulated and self._fits(p)
+        ]
+        return min(fitting, key=lambda item: item[0])[1] if fitting else None
+
     def _is_proven(self, left: list[Point]) -> bool:
         """No composed layout that is left, less the error found so far, is faster than the best emulated one."""
         result = self._result
@@ -150,7 +157,7 @@ class Finals:
         if candidate.composed and not hang and estimate.iteration_ms:
             error = abs(candidate.composed.iteration_ms / estimate.iteration_ms - 1)
             self._result.composition_error = max(error, self._result.composition_error or 0.0)
-        self._progress.emulated(self._composed[point])
+        self._progress.emulated(self._composed[point], best=self._best())
 
     def verify(self, space: Space, best: list[Candidate]) -> None:
         """These layouts again, their slices on a real GPU."""

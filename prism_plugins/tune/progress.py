@@ -67,13 +67,14 @@ class TuneProgress:
             self._told = time.monotonic()
             self._line(f"{text} ({done} of {total} looked at); {told}")
 
-    def emulated(self, candidate: Candidate) -> None:
-        """A layout was emulated in full."""
-        told = _told(candidate)
+    def emulated(self, candidate: Candidate, *, best: Candidate | None) -> None:
+        """A layout was emulated in full; ``best`` of those so far fits and is the fastest."""
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, best=told)
-        else:
-            self._line(f"emulated: {told}")
+            self._bar.update(self._task, best=_told(best))
+        elif candidate.best is not None:
+            self._line(
+                f"emulated {candidate.best.iteration_ms:,.0f} ms: {describe(candidate.knobs)}; {_told(best)}"
+            )
 
     def _line(self, text: str) -> None:
         if not self._quiet:

@@ -241,3 +241,12 @@ def test_a_number_of_recomputed_layers_is_composed_as_it_is() -> None:
     assert dict(space.shape(space.own).chunks[0][0].layers) == {"full": 3, "none": 5}
     whole = space_of(recompute_granularity="full", recompute_method="block", recompute_num_layers=9)
     assert dict(whole.shape(whole.own).chunks[0][0].layers) == {"full": 8, "none": 0}
+
+
+def test_bounds_count_the_mask_where_torch_does_it() -> None:
+    long = {"seq_length": 8192, "masked_softmax_fusion": True}
+    fused, apart = (space_of(**{**long, "masked_softmax_fusion": on}) for on in (True, False))
+    scores = 8 * 8192 * 8192 * 2
+    layers, microbatches = 8, 16
+    more = apart.limits(apart.own).hbm_bytes - fused.limits(fused.own).hbm_bytes
+    assert more == (layers * microbatches + layers) * 4 * scores
