@@ -33,6 +33,12 @@ ENTRY_POINTS = (
         "torch",
         "torch's FSDP",
     ),
+    EntryPoint(
+        "torch.distributed.fsdp._fully_shard._fully_shard",
+        "fully_shard",
+        "torch",
+        "torch's fully_shard (FSDP2)",
+    ),
 )
 
 

@@ -342,7 +342,10 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
     for i, finding in enumerate(shown[:MAX_FINDINGS]):
         where = f" [ranks {shorten_ranks(finding.ranks)}{', ' + finding.phase if finding.phase not in ('', 'none') else ''}]"
         text.append("\n" if i else "")
-        text.append(f"{finding.severity}: {finding.kind.replace('_', ' ')}", style=_SEVERITY_STYLE.get(finding.severity, ""))
+        text.append(
+            f"{finding.severity}: {finding.kind.replace('_', ' ')}",
+            style=_SEVERITY_STYLE.get(finding.severity, ""),
+        )
         text.append((where if finding.ranks else "") + f" {finding.message}")
     return _with_rest(text, len(shown) - MAX_FINDINGS)
 
