@@ -37,6 +37,8 @@ _OPTIMIZER_GROUP = "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"
 _SMALLEST_BUCKET = 40_000_000
 _BUCKET_PER_RANK = 1_000_000
 """Elements: ``DistributedDataParallelConfig.bucket_size`` is by default max(40 million, 1 million x dp)."""
+_DISTRIBUTED_ONLY = ("fp8_param_gather", "fp4_param", "use_precision_aware_optimizer")
+"""Arguments that Megatron takes with the distributed optimizer only: probes have it, too."""
 _SEQUENCE_FLAGS = ("--seq-length", "--max-position-embeddings")
 
 
@@ -205,7 +207,9 @@ class MegatronSpace:
             self._launch.argv, (*LAYOUT_VALUES, "--num-layers", "--global-batch-size"), LAYOUT_SWITCHES
         )
         batch = str(2 * p["micro_batch"] * self.probe_world // (p["tp"] * p["cp"]))
-        plain = {"pp": 1, "vpp": 1, "stages": "even", "optimizer": "plain", "order": "dp-pp"}
+        sharded = any(self._launch.args.get(name) for name in _DISTRIBUTED_ONLY)
+        optimizer = "distributed" if sharded else "plain"
+        plain = {"pp": 1, "vpp": 1, "stages": "even", "optimizer": optimizer, "order": "dp-pp"}
         wanted = [("none", 1), ("none", 2)]
         if p["recompute"] == "selective":
             wanted.append(("selective", 2))
@@ -219,6 +223,7 @@ class MegatronSpace:
                     command=(*command, "--num-layers", str(layers)),
                     size=layers,
                     key=(kind, *command),
+                    sharded=sharded,
                 )
             )
         return tuple(probes)

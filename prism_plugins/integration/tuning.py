@@ -127,6 +127,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """For a :class:`Whole`."""
     tokens: int = 0
     """Of an iteration of the job as it should be; 0: unknown."""
+    sharded: bool = False
+    """Its optimizer states are spread over its data-parallel ranks."""
     emulated: bool = False
     """It takes more than a slice of rank 0: an ordinary emulation."""
 

@@ -73,6 +73,8 @@ class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
     nvls: frozenset[str]
     prices: CostModel
     """At the clocks of a job of such layers."""
+    shards: int = 1
+    """Over so many ranks the reduced job spread its optimizer states; what is told here is all of them."""
     overlaps: bool = False
     """Gradients were reduced during backward, whatever the arguments say."""
 
@@ -133,7 +135,7 @@ def recomputed(base: LayerCosts, input_bytes: int) -> LayerCosts:
 
 def reduce_other(program: Program, facts: JobFacts, base: LayerCosts) -> Reduced:
     """A reduced job of another kind of layer, for :func:`other_kind`."""
-    return _reduce(program, _simulate(program, facts, base.prices), base.prices, [0, 0])
+    return _reduce(program, _simulate(program, facts, base.prices), base.prices, [0, 0], base.shards)
 
 
 def measure(
@@ -143,8 +145,10 @@ def measure(
     *,
     nvls: frozenset[str],
     gpus_per_domain: int,
+    sharded: bool = False,
 ) -> LayerCosts:
-    """From the programs of rank 0 of the one-layer and the two-layer job.
+    """From the programs of rank 0 of the one-layer and the two-layer job; ``sharded``: their optimizer states are spread
+    over their data-parallel ranks, where costs are told as if one rank had them.
 
     Raises :class:`PrismError` when they are not what a probe should be (no two micro-batches of forward and backward).
     """
@@ -154,10 +158,11 @@ def measure(
         max(0, _common_prefix(one, two, kind) - int(layer_events[i]))
         for i, kind in enumerate(("forward", "backward"))
     ]
+    shards = facts.layout.dp * facts.layout.cp if sharded else 1
     costs = _at_clocks_of(_layers_alone(two, heads, layer_events), facts, costs)
     simulations = [_simulate(program, facts, costs) for program in programs]
     reduced = [
-        _reduce(program, simulation, costs, heads)
+        _reduce(program, simulation, costs, heads, shards)
         for program, simulation in zip(programs, simulations, strict=True)
     ]
     return LayerCosts(
@@ -166,6 +171,7 @@ def measure(
         uses=communicators(one, gpus_per_domain=gpus_per_domain),
         nvls=nvls,
         prices=costs,
+        shards=shards,
         overlaps=reduces_in_backward(one),
     )
 
@@ -244,7 +250,9 @@ def _name(program: Program, event: tuple[int, int, int, int, int]) -> tuple:
     return (kind, stream, value if kind == EventKind.ALLOC else 0)
 
 
-def _reduce(program: Program, simulation: Simulation, costs: CostModel, heads: list[int]) -> Reduced:
+def _reduce(
+    program: Program, simulation: Simulation, costs: CostModel, heads: list[int], shards: int = 1
+) -> Reduced:
     times = simulation.op_times(program.rank)
     end = np.maximum.accumulate(times.end_ns)
     forward, backward = _rows(program, "forward"), _rows(program, "backward")
@@ -254,6 +262,7 @@ def _reduce(program: Program, simulation: Simulation, costs: CostModel, heads: l
     backward_ns = ended["backward", 0] - ended["forward", 0]
     optimizer = steps.get(("optimizer", -1))
     optimizer_ns = float(end[optimizer[1]] - end[optimizer[0]]) if optimizer else 0.0
+    gathered = _waited(program, times, (optimizer,)) if optimizer and shards > 1 else 0.0
     synced = max(ended.get(("grad_sync", -1), 0.0), ended["backward", 1])
     waiting = synced - ended["backward", 1] - _gradient_reductions(program, costs)
     rest = float(end[steps["forward", 0][0]]) + simulation.timeline.iteration_time_ns - synced - optimizer_ns
@@ -276,6 +285,7 @@ def _reduce(program: Program, simulation: Simulation, costs: CostModel, heads: l
             states[str(allocation.category)] += allocation.nbytes
         else:
             others += allocation.nbytes
+    states[str(MemoryCategory.OPTIMIZER_STATE)] *= shards
     optimizer_rows = optimizer or (len(curve) - 1, len(curve) - 1)
     return Reduced(
         forward=forward_ns * _NS,
@@ -284,16 +294,15 @@ def _reduce(program: Program, simulation: Simulation, costs: CostModel, heads: l
         head_backward=_until(end, ended["forward", 0], backward[0] + heads[1]) * _NS,
         exposed_communication=_waited(program, times, (forward, backward)) * _NS,
         exposed_forward=_waited(program, times, (forward,)) * _NS,
-        optimizer=optimizer_ns * _NS,
+        optimizer=max(0.0, optimizer_ns - gathered) * shards * _NS,
         rest=max(0.0, rest) * _NS,
         states=states,
         others=others,
         saved=saved,
         temporary_layer=max(0, in_layers),
         temporary=whole,
-        temporary_optimizer=max(
-            0, int(curve[optimizer_rows[0] : optimizer_rows[1] + 1].max(initial=0)) - live
-        ),
+        temporary_optimizer=shards
+        * max(0, int(curve[optimizer_rows[0] : optimizer_rows[1] + 1].max(initial=0)) - live),
     )
 
 

@@ -217,7 +217,14 @@ class Probes:
                 for g in nvls_groups(program, self._costs)
             )
             domain = self.cluster.gpus_per_domain
-            return measure(programs, facts, self._costs, nvls=nvls, gpus_per_domain=domain)
+            return measure(
+                programs,
+                facts,
+                self._costs,
+                nvls=nvls,
+                gpus_per_domain=domain,
+                sharded=probes[0].sharded,
+            )
         except PrismError as error:
             return str(error)
 

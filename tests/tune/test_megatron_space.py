@@ -250,3 +250,11 @@ def test_bounds_count_the_mask_where_torch_does_it() -> None:
     layers, microbatches = 8, 16
     more = apart.limits(apart.own).hbm_bytes - fused.limits(fused.own).hbm_bytes
     assert more == (layers * microbatches + layers) * 4 * scores
+
+
+def test_probes_have_the_optimizer_that_the_launch_cannot_do_without() -> None:
+    plain, sharded = (space_of(fp8_param_gather=on) for on in (False, True))
+    assert all(
+        "--use-distributed-optimizer" not in p.command and not p.sharded for p in plain.probes(plain.own)
+    )
+    assert all("--use-distributed-optimizer" in p.command and p.sharded for p in sharded.probes(sharded.own))
