@@ -102,8 +102,9 @@ def _cat(r: Roofline, s: OpSignature) -> Work:
     outermost = out is not None and (
         dim == 0 or len(out.shape) <= 1 or (isinstance(dim, int) and dim == -len(out.shape))
     )
+    in_blocks = outermost and not any(t.strides for t in s.inputs)
     seconds = r.hbm_seconds(nbytes, r.eff.memcpy)
-    if out is not None and not outermost:
+    if out is not None and not in_blocks:  # element by element
         seconds = max(seconds, out.numel / r.elements_per_s(r.eff.cat_elements_per_s_per_sm))
     return Work(bytes=nbytes, seconds=seconds)
 
