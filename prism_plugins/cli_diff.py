@@ -95,6 +95,11 @@ def read_real(path: Path) -> RealRun:
 
     if not path.exists():
         raise PrismError(f"{path} does not exist; REAL is a trace, a folder of traces, a log, or a dump")
+    if (path / "run.json").is_file():
+        raise PrismError(
+            f"{path} is a run of prism's, not a real one; two predictions go side by side with "
+            f"prism report RUN --with {path}/prediction.json"
+        )
     try:
         if path.is_dir():
             files = [p for p in sorted(path.iterdir()) if p.is_file()]

@@ -27,8 +27,35 @@ DEEPSPEED = """\
 [2026-11-30 20:17:29,012] [INFO] [timer.py:258:stop] epoch=0/micro_step=20/global_step=10, RunningAvgSamplesPerSec=20.1, CurrSamplesPerSec=21.5, MemAllocated=13.25GB, MaxMemAllocated=40.5GB
 """
 
+PUBLISHED = """\
+[2023-04-18 01:46:59,171] [INFO] [timer.py:199:stop] epoch=0/micro_step=10/global_step=10, RunningAvgSamplesPerSec=173.4455644119137, CurrSamplesPerSec=171.97903593624417, MemAllocated=3.96GB, MaxMemAllocated=22.95GB
+[2023-04-18 01:47:06,619] [INFO] [timer.py:199:stop] epoch=0/micro_step=20/global_step=20, RunningAvgSamplesPerSec=172.66319574149418, CurrSamplesPerSec=171.4073346136102, MemAllocated=3.96GB, MaxMemAllocated=22.95GB
+[2023-04-18 01:47:14,074] [INFO] [timer.py:199:stop] epoch=0/micro_step=30/global_step=30, RunningAvgSamplesPerSec=172.38095135217128, CurrSamplesPerSec=171.8685942346471, MemAllocated=3.96GB, MaxMemAllocated=22.95GB
+[2023-04-18 01:47:21,522] [INFO] [timer.py:199:stop] epoch=0/micro_step=40/global_step=40, RunningAvgSamplesPerSec=172.29462323261063, CurrSamplesPerSec=172.31751921224577, MemAllocated=3.96GB, MaxMemAllocated=22.95GB
+[2023-04-18 01:47:28,973] [INFO] [timer.py:199:stop] epoch=0/micro_step=50/global_step=50, RunningAvgSamplesPerSec=172.2269859085574, CurrSamplesPerSec=172.28478301819888, MemAllocated=3.96GB, MaxMemAllocated=22.95GB
+"""
+"""Of deepspeedai/DeepSpeedExamples, applications/DeepSpeed-Chat/training/step1_supervised_finetuning/training_log_output/
+opt-1.3b-globalBatchSize128.log (45b4b71)."""
+
 
 class TestLogs:
+    def test_lines_of_a_log_that_deepspeed_publishes(self, run, tmp_path, capsys):
+        prediction = read_prediction(run.prediction)
+        write_prediction(run.prediction, msgspec.structs.replace(prediction, samples_per_s=180.0))
+        log = tmp_path / "train.log"
+        log.write_text(PUBLISHED)
+        real = read_log(log)
+        assert (real.samples_per_s, real.iterations) == (171.97903593624417, 5)
+        assert real.peak_allocated_bytes == {0: round(22.95 * 2**30)}
+        assert cli.main(["diff", "latest", str(log)]) == 0
+        out = capsys.readouterr().out
+        assert "samples/s" in out
+        assert "+4.7 %" in out
+
+    def test_another_run_is_no_recording(self, run, capsys):
+        assert cli.main(["diff", "latest", str(run.path)]) == 2
+        assert "prism report RUN --with" in capsys.readouterr().err
+
     def test_megatron(self, tmp_path):
         log = tmp_path / "train.log"
         lines = [MEGATRON]
