@@ -136,6 +136,11 @@ def print_report(report: FaultReport, console: Console, *, world_size: int) -> N
         for waiting in report.waited_for:
             if waiting.total_ms >= _SMALL_SHARE * report.waited_for[0].total_ms:
                 _print_waiting(waiting, console, world_size=world_size)
+    for replay in report.replay:
+        console.print(
+            f"replay of rank {replay.rank:<6}  {milliseconds(replay.iteration_time_ms)} (simulated "
+            f"{milliseconds(replay.simulated_ms)}, {replay.iterations} iterations; its log: what-if/{replay.log})"
+        )
     if report.critical_path:
         _print_path(report, console)
     if report.num_stalled:

@@ -27,8 +27,9 @@ from prism_plugins.errors import PrismError
 from prism_plugins.predict import Evidence, device_overhead, nvls_groups, predict, predict_memory
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.memory import communicators_of
-from prism_plugins.program.prediction import ClassMemory, Prediction
+from prism_plugins.program.prediction import ClassMemory, Finding, Prediction
 from prism_plugins.program.slices import SliceReport
+from prism_plugins.progress import Progress
 from prism_plugins.report.path_ops import PathOp
 from prism_plugins.rundir import RunDir
 from prism_plugins.simulate.timeline import Timeline
@@ -44,6 +45,7 @@ examples:
   prism what-if prism_out/RUN --cluster mine.toml --out on_mine.json
   prism what-if latest --cluster dgx-h200 --json | jq .iteration_time_ms
   prism what-if latest --slow-rank 37=1.3 --slow-link node3:nic2=0.5
+  prism what-if latest --slow-rank 37=1.3 --replay 0       (of a run with --prism-device cuda, on such a GPU)
   prism what-if latest --jitter 3% --seeds 20
   prism what-if latest --fail rank=100@12ms
 `prism cluster list` names the presets."""
@@ -65,16 +67,22 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "--json", action="store_true", help="print the new prediction instead of the comparison"
     )
     add_fault_arguments(parser)
+    parser.add_argument(
+        "--replay", metavar="LIST", default="",
+        help="also run these ranks again on the GPU that is here, among peers as the faults have them (or, without a fault, as they "
+        "were): for runs whose slices ran on a GPU; nothing is sliced again. In the directory and environment of the launch",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison, or what the faults do."""
-    if arguments.slow_rank or arguments.slow_link or arguments.jitter or arguments.fail:
+    faults = arguments.slow_rank or arguments.slow_link or arguments.jitter or arguments.fail
+    if faults or arguments.replay:
         return _run_faults(arguments)
     if arguments.cluster is None:
         raise PrismError(
-            "what if what? Give --cluster, or a fault (--slow-rank, --slow-link, --jitter, --fail)"
+            "what if what? Give --cluster, or a fault (--slow-rank, --slow-link, --jitter, --fail), or --replay"
         )
     cluster = load_cluster(arguments.cluster)
     rundir = open_run(arguments.run_directory)
@@ -114,6 +122,11 @@ def _run_faults(arguments: argparse.Namespace) -> int:
     world_size = job.layout.world_size
     check_world(cluster, world_size)
     faults = parse_faults(arguments, cluster, world_size)
+    replayed: tuple[int, ...] = ()
+    if arguments.replay:
+        from prism_plugins.what_if_replay import check_replay
+
+        replayed = check_replay(arguments.replay, info, faults)
     nccl = parse_settings(info.nccl_variables)
     calibration = load_calibration(info.job.options.calibration)
 
@@ -138,6 +151,15 @@ def _run_faults(arguments: argparse.Namespace) -> int:
         raise PrismError(f"there are no times, the job would not run: {fault.message}") from None
     finally:
         gc.enable()
+    findings: tuple[Finding, ...] = ()
+    if replayed:
+        from prism_plugins.what_if_replay import replay_among_faults
+
+        with Progress() as progress:
+            replays, findings = replay_among_faults(
+                rundir, replayed, faults, cluster=cluster, calibration=calibration, progress=progress
+            )
+        report = msgspec.structs.replace(report, replay=replays)
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=1)
     if arguments.out:
         with replaced_file(arguments.out) as file:
@@ -146,6 +168,8 @@ def _run_faults(arguments: argparse.Namespace) -> int:
         sys.stdout.write(encoded.decode() + "\n")
     else:
         print_report(report, make_console(sys.stdout), world_size=world_size)
+    for finding in findings:
+        print(f"{finding.severity}: {finding.message}", file=sys.stderr)
     return 0
 
 

@@ -19,6 +19,7 @@ from prism_plugins.emit.ranks import format_ranks
 from prism_plugins.program.infer import program_of
 from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.model import Program
+from prism_plugins.program.replay import ReplaySummary
 from prism_plugins.report.critical_path import CriticalPath, critical_path
 from prism_plugins.report.path_ops import PathOp, PathTotal, path_ops, totals
 from prism_plugins.report.rank_spans import RankSpans
@@ -81,6 +82,8 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
     stalled: tuple[Stall, ...] = ()
     """Ranks that a failure stops, the failed one first."""
     num_stalled: int = 0
+    replay: tuple[ReplaySummary, ...] = ()
+    """Ranks that ran again on a GPU among these faults."""
     seconds: float = 0.0
 
 
@@ -103,9 +106,8 @@ def simulate_faults(
     """
     began = time.perf_counter()
     undisturbed = Simulation(job, costs).timeline.iteration_time_ns / 1e6
-    if faults.slow_links:
-        costs = CostsWithSlowLinks(costs, _slow_costs(faults.slow_links, cluster, costs_of), cluster)
-    simulation = Simulation(job, costs, Disturbance(slow_ranks=faults.slow_ranks))
+    simulation = disturbed(job, costs, cluster, faults, costs_of=costs_of)
+    costs = simulation.costs
     spread = _SIGMAS * faults.jitter
     bounds = (max(1 - spread, _SMALLEST), 1 + spread)
     machine = simulation.vector_machine(bounds)
@@ -141,6 +143,20 @@ def simulate_faults(
                 critical_path_ranks=_ranks_of_path(path),
             )
     return msgspec.structs.replace(report, seconds=time.perf_counter() - began)
+
+
+def disturbed(
+    job: JobPrograms,
+    costs: CostModel,
+    cluster: Cluster,
+    faults: Faults,
+    *,
+    costs_of: Callable[[Cluster], CostModel],
+) -> Simulation:
+    """The job with its slow ranks and links. Raises SimulationFault."""
+    if faults.slow_links:
+        costs = CostsWithSlowLinks(costs, _slow_costs(faults.slow_links, cluster, costs_of), cluster)
+    return Simulation(job, costs, Disturbance(slow_ranks=faults.slow_ranks))
 
 
 def draw(jitter: float, seed: int, num_ranks: int, bounds: tuple[float, float]) -> np.ndarray:

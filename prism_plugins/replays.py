@@ -17,6 +17,7 @@ from prism_plugins.program.slices import SliceReport, SliceSpec
 from prism_plugins.progress import Progress
 from prism_plugins.replay.plan import make_plan
 from prism_plugins.rundir import RunDir, read_json, write_json
+from prism_plugins.simulate.engine import Simulation
 from prism_plugins.simulate.timeline import Timeline
 from prism_plugins.slice_pool import SlicePool
 
@@ -31,12 +32,13 @@ def replay_ranks(
     *,
     programs: JobPrograms,
     costs: CostModel,
-    timeline: Timeline,
+    timeline: Simulation | Timeline,
     rundir: RunDir,
     spec_of: Callable[[int], SliceSpec],
     progress: Progress,
 ) -> tuple[tuple[ReplaySummary, ...], tuple[Finding, ...]]:
-    """Replay ranks one after the other. A replay that fails is a finding: the simulation stands without it."""
+    """Replay ranks one after the other, in ``rundir/replay``. A replay that fails is a finding: the simulation stands without
+    it."""
     summaries, findings = [], []
     for rank in ranks:
         folder = rundir.replay(rank)

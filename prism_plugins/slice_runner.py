@@ -130,29 +130,14 @@ class SliceRunner:
 
     def spec(self, rank: int, depends_on: tuple[int, ...]) -> SliceSpec:
         """What the slice of a rank is told."""
-        options = self._job.options
-        journals = [self._rundir.slice(r).journal for r in depends_on]
-        return SliceSpec(
-            rank=rank,
-            world_size=options.world_size,
-            gpus_per_node=self._gpus_per_node,
-            argv=with_local_rank(self._job.argv, self._local_rank(rank)),
-            run_as=self._job.run_as,
-            device=options.device,
-            iterations=options.iterations,
+        return slice_spec(
+            self._job,
+            self._rundir,
+            rank,
+            depends_on,
             gpu=self._gpu,
-            slice_dir=str(self._rundir.slice(rank).path),
-            journals=tuple(str(j) for j in journals if j.exists()),
-            moe_load=options.moe_load,
-            apex=options.apex,
-            gpu_memory_bytes=options.gpu_memory,
+            gpus_per_node=self._gpus_per_node,
         )
-
-    def _local_rank(self, rank: int) -> int:
-        options = self._job.options
-        if options.device == "cuda":
-            return 0  # A slice sees one GPU.
-        return rank % min(self._gpus_per_node, options.world_size)
 
     def _lead_facts(self) -> JobFacts | None:
         if 0 in self.reports:
@@ -237,3 +222,34 @@ def failure(report: SliceReport, rundir: RunDir) -> Exception:
     head = f"prism: error: {what} ({report.phase}): {report.message}"
     trace = report.traceback.rstrip()
     return SliceFailed("\n".join([head, *([trace] if trace else []), f"prism: its whole output: {log}"]))
+
+
+def slice_spec(
+    job: Job,
+    rundir: RunDir,
+    rank: int,
+    depends_on: tuple[int, ...],
+    *,
+    gpu: GpuFacts,
+    gpus_per_node: int,
+) -> SliceSpec:
+    """What the slice of a rank is told; ``depends_on``: slices whose journals it reads, where there are such."""
+    options = job.options
+    # On a real GPU a slice sees one.
+    local_rank = 0 if options.device == "cuda" else rank % min(gpus_per_node, options.world_size)
+    journals = [rundir.slice(r).journal for r in depends_on]
+    return SliceSpec(
+        rank=rank,
+        world_size=options.world_size,
+        gpus_per_node=gpus_per_node,
+        argv=with_local_rank(job.argv, local_rank),
+        run_as=job.run_as,
+        device=options.device,
+        iterations=options.iterations,
+        gpu=gpu,
+        slice_dir=str(rundir.slice(rank).path),
+        journals=tuple(str(j) for j in journals if j.exists()),
+        moe_load=options.moe_load,
+        apex=options.apex,
+        gpu_memory_bytes=options.gpu_memory,
+    )

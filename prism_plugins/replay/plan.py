@@ -9,7 +9,7 @@ from prism_plugins.program.infer import program_of
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.model import EventKind
 from prism_plugins.program.replay import ON_TIME, ReplayCall, ReplayPlan
-from prism_plugins.simulate.engine import op_times
+from prism_plugins.simulate.engine import Simulation, op_times
 from prism_plugins.simulate.prices import Pricer
 from prism_plugins.simulate.timeline import Timeline
 
@@ -18,10 +18,11 @@ _LATE_NS = 1_000.0
 when we do, however long our own kernels take in the replay: they run the same program."""
 
 
-def make_plan(job: JobPrograms, costs: CostModel, timeline: Timeline, rank: int) -> ReplayPlan:
-    """The plan for the replay of a rank, inferred or sliced."""
+def make_plan(job: JobPrograms, costs: CostModel, simulated: Simulation | Timeline, rank: int) -> ReplayPlan:
+    """The plan for the replay of a rank, inferred or sliced. A simulation with slow ranks or links is given itself."""
     program = program_of(job, rank)
-    times = op_times(job, costs, timeline, rank)
+    times = op_times(job, costs, simulated, rank)
+    timeline = simulated.timeline if isinstance(simulated, Simulation) else simulated
     prices = Pricer(costs).price(program)
     rows = np.flatnonzero(program.events["kind"] == EventKind.COMM)
     calls = []
