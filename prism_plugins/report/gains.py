@@ -42,7 +42,7 @@ _FAMILIES = {
     ),
 }
 _COMMUNICATION = {
-    "tp": "sequence parallelism, overlap of tensor-parallel communication, or a smaller tp",
+    "tp": "overlap of tensor-parallel communication, or a smaller tp",
     "dp": "overlap of gradient reduction and parameter gathering, or more micro-batches an iteration",
     "pp": "overlap of sends with compute, or fewer stages",
     "ep": "overlap of expert communication, or experts inside a node",
@@ -133,6 +133,8 @@ def _candidates(view: JobView, path: CriticalPath) -> Iterable[_Candidate]:
         kind, _, dims = name.partition(" ")
         if kind == "communication":
             advice = "; ".join(_COMMUNICATION[d] for d in dims.split("+") if d in _COMMUNICATION)
+            if dims == "tp" and not _scatters(view, dims):
+                advice = f"sequence parallelism, {advice}"
             yield _Candidate(
                 what=f"{dims} communication",
                 advice=advice or "overlap it with compute",
@@ -183,6 +185,13 @@ def _told_apart(view: JobView) -> set[str]:
             dims_by_ranks.setdefault(group.ranks, set()).add(dims_of_group(group, view.job.layout))
     shared = set().union(*(dims for dims in dims_by_ranks.values() if len(dims) > 1))
     return set().union(*dims_by_ranks.values()) - shared
+
+
+def _scatters(view: JobView, dims: str) -> bool:
+    """Whether groups of these dimensions reduce-scatter: over tp that is sequence parallelism."""
+    program = view.job.classes[view.timeline.slowest_class].exemplar
+    scattering = {comm.group for comm in program.comms if comm.kind == "reduce_scatter"}
+    return any(dims_of_group(program.groups[i], view.job.layout) == dims for i in scattering)
 
 
 def _free_comm(view: JobView, dims: str) -> Callable[[tuple[int, ...], Price], Price]:

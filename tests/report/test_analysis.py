@@ -95,6 +95,10 @@ class TestGroups:
         )
 
 
+def group_of(program, dims, view):
+    return next(i for i, g in enumerate(program.groups) if dims_of(g.ranks, view.job.layout) == dims)
+
+
 class TestGains:
     def test_a_gain_is_what_the_simulation_says_without_it(self, view, insight):
         found = {o.what: o for o in opportunities(view, insight.path, view.timeline.breakdown[0])}
@@ -111,6 +115,17 @@ class TestGains:
         expected = view.timeline.iteration_time_ns - Simulation(view.job, free).timeline.iteration_time_ns
         assert tp.gain_ms * 1e6 == pytest.approx(expected)
         assert 0 < tp.gain_ms <= insight.path.by_kind_ms["communication tp"] * 1.001
+
+    def test_sequence_parallelism_is_advised_where_it_is_not_in_use(self, view, insight):
+        def advice():
+            found = opportunities(view, insight.path, view.timeline.breakdown[0])
+            return next(o.advice for o in found if o.what == "tp communication")
+
+        assert advice().startswith("sequence parallelism, ")
+        program = view.job.classes[view.timeline.slowest_class].exemplar
+        scatter = msgspec.structs.replace(program.comms[0], kind="reduce_scatter")
+        program.comms.append(msgspec.structs.replace(scatter, group=group_of(program, "tp", view)))
+        assert advice().startswith("overlap")
 
     def test_largest_first_and_nothing_negligible(self, view, insight):
         found = opportunities(view, insight.path, view.timeline.breakdown[0])
