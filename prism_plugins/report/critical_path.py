@@ -81,13 +81,25 @@ class _Rank:
         touches &= ~self.is_comm[lane_order]
         self.run_start = np.maximum.accumulate(np.where(touches, 0, np.arange(len(lane_order))))
         """Per position: where its run of back-to-back kernels begins."""
-        self.syncs = np.flatnonzero(
+        syncs = np.flatnonzero(
             np.isin(
                 self.program.events["kind"],
                 (int(EventKind.EVENT_SYNC), int(EventKind.STREAM_SYNC), int(EventKind.DEVICE_SYNC)),
             )
         )
+        self.syncs = np.union1d(syncs, self._waits_for_room(_launch_queue(ranks)))
+        """Rows after which the host had to wait."""
         self.in_optimizer = _optimizer_rows(self.program)
+
+    def _waits_for_room(self, depth: int) -> np.ndarray:
+        """Rows before launches that waited until the kernel ``depth`` launches ahead of them had ended: the host goes on with
+        them at just that time."""
+        kernels = np.flatnonzero(~self.is_comm)
+        kernels = kernels[np.argsort(self.spans.row[kernels], kind="stable")]
+        if not depth or len(kernels) <= depth:
+            return np.zeros(0, dtype=np.int64)
+        rows, ends = self.spans.row[kernels[depth:]], self.spans.end_ns[kernels[:-depth]]
+        return rows[np.abs(self.times.host_ns[rows] - ends) <= _SAME_NS] - 1
 
     def calls_in(self, span: int) -> np.ndarray:
         """Rows of the calls in a span of communication."""
@@ -112,6 +124,11 @@ class _Rank:
             if self.spans.row[i] < before_row:
                 return i
         return -1
+
+
+def _launch_queue(ranks: RankSpans) -> int:
+    model = getattr(ranks.view.costs, "interference", None)
+    return model.launch_queue if model is not None else 0
 
 
 class _Calls:

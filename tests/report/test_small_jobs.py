@@ -2,6 +2,7 @@
 
 import pytest
 
+from prism_plugins.costs.base import Interference
 from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.emit.job_view import JobView
 from prism_plugins.program.prediction import Prediction
@@ -63,3 +64,20 @@ def test_report(program, prediction: Prediction):  # noqa: F811
     if program is late:
         assert insight.path.by_kind_ms["compute"] == pytest.approx(0.20001)  # of rank 1, which comes last
         assert insight.path.segments[0].rank == 1
+
+
+def test_a_host_that_waits_for_room_is_not_late():
+    """The GPU is the bound of the first kernels, though the host is held up in their queue; then the host is."""
+    builder = Builder(0)
+    for i in range(600):
+        builder.kernel(1_000 if i < 400 else 10, host=100)
+    costs = TableCosts()
+    costs.interference = Interference(num_sms=100, hbm_bytes_per_s=1e12, launch_queue=64)
+    job = one_class_per_rank({0: builder.program()}, Layout(world_size=1))
+    timeline = Simulation(job, costs).timeline
+    gpu = load_cluster("dgx-h100").gpu_facts()
+    view = JobView(job=job, costs=costs, timeline=timeline, gpu=gpu, gpus_per_node=8)
+    found = look_into(view).path.by_kind_ms
+    assert sum(found.values()) == pytest.approx(timeline.iteration_time_ns / 1e6)
+    assert found["compute"] == pytest.approx(0.4, rel=0.01)
+    assert 0.009 < found["host"] < 0.021
