@@ -87,7 +87,7 @@ def _dry_run(schedules: ModuleType, inputs: ScheduleInputs, stage: int) -> tuple
     sink = PhaseList()
     tracker = PhaseTracker(sink)
     config = _dry_config(inputs, tracker)
-    chunks = [_dry_chunk(torch, schedules, config) for _ in range(inputs.chunks)]
+    chunks = [_dry_chunk(torch, config) for _ in range(inputs.chunks)]
     scheduler = _scheduler(schedules, inputs)
     arguments: dict[str, Any] = {
         "forward_step_func": None,
@@ -99,7 +99,8 @@ def _dry_run(schedules: ModuleType, inputs: ScheduleInputs, stage: int) -> tuple
         "forward_only": False,
     }
     pp_group = FakeGroup(inputs.pp, stage)
-    groups = SimpleNamespace(
+    collection = getattr(schedules, "ProcessGroupCollection", SimpleNamespace)  # which newer ones insist on
+    groups = collection(
         tp=FakeGroup(inputs.tp),
         cp=FakeGroup(inputs.cp),
         pp=pp_group,
@@ -213,17 +214,24 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _dry_chunk(torch: ModuleType, schedules: ModuleType, config: Any) -> Any:
+def _dry_chunk(torch: ModuleType, config: Any) -> Any:
+    from megatron.core.enums import ModelType
+
     chunk = torch.nn.Module()
     chunk.config = config
-    chunk.model_type = schedules.ModelType.encoder_or_decoder
+    chunk.model_type = ModelType.encoder_or_decoder
     return chunk
 
 
 def _dry_communicator(schedules: ModuleType, tracker: PhaseTracker, pp_group: FakeGroup, config: Any) -> Any:
     """A ``P2PCommunicator`` whose methods are Megatron's and whose transfers do nothing."""
     base = schedules.P2PCommunicator
-    namespace: dict[str, Any] = {"_communicate": _communicate, "__init__": lambda self: None}
+    namespace: dict[str, Any] = {
+        "_communicate": _communicate,
+        "__init__": lambda self: None,
+        "is_pp_first_stage": property(lambda self: self.pp_group.rank() == 0),
+        "is_pp_last_stage": property(lambda self: self.pp_group.rank() == self.pp_group.size() - 1),
+    }
     for name in P2P_METHODS:
         method = inspect.unwrap(getattr(base, name))
         namespace[name] = wrap_p2p(tracker, method, name, inspect.signature(method))

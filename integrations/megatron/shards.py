@@ -8,7 +8,6 @@ that rank.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from prism_plugins.integrations.megatron.schedule import FakeGroup, replaced
@@ -58,7 +57,9 @@ def _shards_of(optimizer: Any, groups: list[dict[str, Any]], position: int) -> l
 def _shard(
     optimizer: Any, groups: list[dict[str, Any]], position: int, *, index: int, expert: bool
 ) -> OptimizerShard:
-    ranges = [type(optimizer)._build_gbuf_range_map(_seen_by(buffer, index)) for buffer in optimizer.buffers]
+    ranges = [
+        type(optimizer)._build_gbuf_range_map(_OtherRank(buffer, index)) for buffer in optimizer.buffers
+    ]
     _, group_ranges = type(optimizer)._build_optimizer_group_ranges([dict(group) for group in groups], ranges)
     numel_of = {
         param: param_range["param"].size
@@ -88,14 +89,15 @@ def _shard(
     )
 
 
-def _seen_by(buffer: Any, index: int) -> Any:
-    return SimpleNamespace(
-        data_parallel_group=FakeGroup(buffer.data_parallel_group.size(), index),
-        buckets=buffer.buckets,
-        param_index_map=buffer.param_index_map,
-        param_dtype=buffer.param_dtype,
-        grad_dtype=buffer.grad_dtype,
-    )
+class _OtherRank:
+    """A gradient buffer, the same on all ranks, as a rank of its group sees it."""
+
+    def __init__(self, buffer: Any, index: int) -> None:
+        self._buffer = buffer
+        self.data_parallel_group = FakeGroup(buffer.data_parallel_group.size(), index)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._buffer, name)
 
 
 def _is_full_precision(param: Any) -> bool:
