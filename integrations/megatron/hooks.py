@@ -21,7 +21,7 @@ from prism_plugins.integrations.megatron.session import BatchShape, Session
 from prism_plugins.integrations.megatron.shards import ORIGINAL_GROUPS, remember_param_groups
 from prism_plugins.program.model import Phase
 
-SUPPORTED = "megatron-core 0.12 to 0.16"
+SUPPORTED = "megatron-core 0.12 to 0.19"
 
 
 def hook_table() -> list[Hook]:
