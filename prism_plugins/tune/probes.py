@@ -253,7 +253,7 @@ class Probes:
                 job,
                 probe.command,
                 cluster=self._dir.cluster,
-                out=self._dir.path / "probes" / _name(probe, world_size),
+                out=self._dir.path / "probes" / f"{_name(probe, world_size)}-run",
                 seconds=max(0.0, deadline - time.monotonic()),
             )
             if found is None or isinstance(found, str):

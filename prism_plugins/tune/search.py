@@ -19,7 +19,7 @@ from prism_plugins.costs.efficiency import efficiency_of
 from prism_plugins.costs.model import load_calibration
 from prism_plugins.costs.nccl.settings import parse_settings
 from prism_plugins.errors import Interrupted, PrismError
-from prism_plugins.integration.tuning import Launch, Point, Space, Tuner
+from prism_plugins.integration.tuning import Launch, Point, Space, Tuner, Verdict
 from prism_plugins.options import Job
 from prism_plugins.program.slices import SliceSpec
 from prism_plugins.script import check_script
@@ -83,6 +83,8 @@ class Search:
         )
         self._composed: dict[Point, Candidate] = {}
         self._illegal: Counter[str] = Counter()
+        self._verdicts: dict[tuple[str, ...], Verdict] = {}
+        """Of launches that are legal, by argv."""
         self._is_side = False
         """Composes a variant of the launch; only the search itself is written down."""
         self._lowest_pruned_ms = float("inf")
@@ -155,17 +157,24 @@ class Search:
                 "prism tune knows no framework that this script had imported when it read its command line "
                 "(supported: Megatron, DeepSpeed)"
             )
-        if not verdicts[0].legal:
-            raise PrismError(f"the launch itself is not legal: {verdicts[0].reason}")
+        verdict = verdicts[0]
+        if verdict.legal:
+            self._verdicts[self._job.argv] = verdict
+        elif self._job.argv in self._verdicts:
+            verdict = self._verdicts[
+                self._job.argv
+            ]  # On another number of GPUs, where its own layout is none.
+        else:
+            raise PrismError(f"the launch itself is not legal: {verdict.reason}")
         launch = Launch(
             argv=self._job.argv,
-            arguments=verdicts[0].arguments,
+            arguments=verdict.arguments,
             world_size=options.world_size,
             gpus_per_node=self._cluster.gpus_per_node,
             chosen=self._settings.chosen,
             directory=self._dir.path,
         )
-        return self._tuners[verdicts[0].framework].space(launch)
+        return self._tuners[verdict.framework].space(launch)
 
     def _scout(self, space: Space, script: WarmScript) -> None:
         if space.scout is not None:

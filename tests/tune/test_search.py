@@ -82,12 +82,15 @@ def test_a_second_start_runs_nothing_again(searched: Path) -> None:
     assert probes
     before = json.loads((searched / "tune.json").read_text())
     began = time.time()
-    assert tune(searched, "--emulate", "1") == 0
+    assert tune(searched, "--emulate", "1", "--vary", "gpus=2") == 0
     after = json.loads((searched / "tune.json").read_text())
     assert after["host_us"] == before["host_us"]
     assert after["own"]["composed"] == before["own"]["composed"]
     assert {p: p.stat().st_mtime_ns for p in searched.glob("probes/*/report.json")} == probes
     assert not [p for p in searched.glob("runs/*/run.json") if p.stat().st_mtime > began]
+    [varied] = after["sensitivity"]
+    assert varied["legal"] == 3, "the launch's own layout needs 4 GPUs, others do not"
+    assert varied["best"]["composed"]
 
 
 def test_nothing_fits_names_the_closest_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
