@@ -75,7 +75,7 @@ class _Rank:
     def _host(self) -> Iterator:
         program, env = self.program, self.env
         events = program.events
-        host = host_ns_of_events(program, self.prices, 0, len(events)).tolist()
+        host = host_ns_of_events(events["kind"], events["ref"], events["value"], self.prices).tolist()
         last = {}
         comm = np.flatnonzero(events["kind"] == EventKind.COMM)
         for i in comm.tolist():

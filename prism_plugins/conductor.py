@@ -180,7 +180,7 @@ def slices_of(
             "to run it, or leave out --prism-ranks to share the slices"
         )
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(SlicePool(options.jobs, progress.line))
+        pool = stack.enter_context(SlicePool(options.jobs, progress.output))
         executors: list[Executor] = [pool]
         if launch.world > 1:
             executors += stack.enter_context(Leadership(launch, rundir)).workers

@@ -28,6 +28,7 @@ class Progress:
         self._done = 0
         self._total = 0
         self._stage = ""
+        self._output_announced = False
         self._live: Live | None = None
         self._stdout_is_terminal = sys.stdout.isatty()
         if self._console.is_terminal and not quiet:
@@ -56,13 +57,22 @@ class Progress:
             self._live = None
 
     def line(self, text: str, is_error: bool = False) -> None:
-        """A line of a slice's own output."""
+        """A line for the terminal, or for stdout or stderr."""
         if self._live is not None and (is_error or self._stdout_is_terminal):
             self._print_above(text)
             return
         stream = sys.stderr if is_error else sys.stdout
         with self._lock, losing_output(stream):
             stream.write(text + "\n")
+
+    def output(self, text: str, is_error: bool = False) -> None:
+        """A line that the script of a slice printed; before the first it is said what follows."""
+        if not text.startswith(("prism:", "[prism]")):
+            with self._lock:
+                announced, self._output_announced = self._output_announced, True
+            if not announced:
+                self.note("what the script prints in slices follows; times in it are this machine's")
+        self.line(text, is_error)
 
     def note(self, text: str) -> None:
         """A line of prism's own."""

@@ -162,7 +162,6 @@ class SliceRunner:
                 continue
             self._running.add(rank)
             self._progress.started(rank, self._what(rank))
-            self._announce_output(rank)
             executor.start(spec, stream=rank in self._streamed)
 
     def _what(self, rank: int) -> str:
@@ -197,16 +196,11 @@ class SliceRunner:
         self.reports[rank] = report
         self._progress.finished(rank, report)
 
-    def _announce_output(self, rank: int) -> None:
-        if rank in self._streamed:
-            self._progress.note(f"what rank {rank} prints follows; times in it are this machine's")
-
     def _replay_log(self, spec: SliceSpec) -> None:
-        self._announce_output(spec.rank)
         if spec.rank in self._streamed:
             log = Path(spec.slice_dir) / "log.txt"
             for line in log.read_text(errors="replace").splitlines():
-                self._progress.line(line)
+                self._progress.output(line)
 
 
 def failure(report: SliceReport, rundir: RunDir) -> Exception:

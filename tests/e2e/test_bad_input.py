@@ -48,7 +48,10 @@ def temporary_files(place):
         (("--prism-emulate", "--prism-world-size", "-8"), "not -8"),
         (("--prism-emulate", "--prism-world-size", "8", "--prism-ranks", "99"), "names rank 99"),
         (("--prism-emulate", "--prism-world-size", "8", "--prism-jobs", "0"), "--prism-jobs must be"),
-        (("--prism-emulate", "--prism-world-size", "8", "--prism-cluster", "/dev/zero"), "not valid TOML"),
+        (
+            ("--prism-emulate", "--prism-world-size", "8", "--prism-cluster", "/dev/zero"),
+            "cannot be read: Is a device",
+        ),
         (
             ("--", "--prism-emulate", "--prism-world-size", "8", "--prism-job", "2"),
             "did you mean --prism-jobs?",
@@ -81,7 +84,7 @@ def test_a_file_in_the_output_directorys_place(place):
             "ended with status 0 and no report",
         ),
         ("import torch\ninput()\n", 1, "EOFError: EOF when reading a line"),
-        ("import sys, torch\nsys.exit('no data')\n", 1, "the script exited saying: no data"),
+        ("import sys, torch\nsys.exit('no data')\n", 1, "it exited saying: no data"),
     ],
 )
 def test_scripts_that_end_oddly(place, source, status, said):

@@ -115,7 +115,9 @@ def test_ops_of_a_rank_no_slice_ran(job):
     assert sum(row["duration_us"] > 0 for row in rows) > 100
 
 
-def test_holistic_trace_analysis_agrees(job):
+def test_holistic_trace_analysis_agrees(job, monkeypatch):
+    # Rounded to microseconds, kernels that wait for a slow host lose up to one each.
+    monkeypatch.setenv("HTA_DISABLE_NS_ROUNDING", "1")
     hta = pytest.importorskip("hta.trace_analysis", reason="HolisticTraceAnalysis is not installed")
     rundir, _ = job
     prism("trace", rundir.path, "--ranks", "0,7")

@@ -61,7 +61,7 @@ def triton(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     hooks = ImportHooks()
     hooks.install()
-    provide_triton(SimpleNamespace(on_import=hooks.add))
+    provide_triton(SimpleNamespace(on_import=hooks.add, spec=SimpleNamespace(device="cpu")))
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda h: f"{h.module}.{h.attribute}")
