@@ -1,8 +1,9 @@
-"""Reading what users name: a path may be a folder, a pipe that nobody writes to, a device without end."""
+"""Reading and writing what users name: a path may be a folder, a pipe that nobody writes to, a device without end."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import BinaryIO
@@ -48,3 +49,26 @@ def read_text(path: Path | str, *, max_bytes: int) -> str:
         return read_regular(path, max_bytes=max_bytes).decode("utf-8")
     except UnicodeDecodeError:
         raise FileFormatError(f"{path} cannot be read: it is not UTF-8 text") from None
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Rename a finished file to ``path``. A device or pipe there is written to, not replaced: to root a rename would
+    take ``/dev/null`` from the whole machine.
+
+    Raises:
+        OSError: as ``os.replace`` and ``open`` do.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        os.replace(temporary, path)
+        return
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    )  # An error for a pipe without a reader.
+    os.set_blocking(descriptor, True)
+    with open(temporary, "rb") as source, os.fdopen(descriptor, "wb") as target:
+        shutil.copyfileobj(source, target)
+    temporary.unlink()

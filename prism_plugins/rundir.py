@@ -21,7 +21,7 @@ import msgspec
 from prism_plugins import __version__
 from prism_plugins.costs.cluster import Cluster
 from prism_plugins.errors import FileFormatError, Interrupted, PrismError
-from prism_plugins.files import read_regular
+from prism_plugins.files import put_in_place, read_regular
 from prism_plugins.options import Job
 from prism_plugins.program.model import SCHEMA
 from prism_plugins.program.slices import JobFacts, SliceReport
@@ -253,7 +253,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     with writing(path):
         try:
             temporary.write_bytes(data)
-            os.replace(temporary, path)
+            put_in_place(temporary, path)
         except BaseException:  # Also Ctrl-C.
             temporary.unlink(missing_ok=True)
             raise

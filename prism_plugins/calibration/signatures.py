@@ -11,7 +11,7 @@ import numpy as np
 from prism_plugins.costs.calibration import signature_key
 from prism_plugins.costs.families import family_of
 from prism_plugins.errors import FileFormatError, PrismError
-from prism_plugins.files import read_regular
+from prism_plugins.files import put_in_place, read_regular
 from prism_plugins.program.model import EventKind, OpSignature, Program
 from prism_plugins.program.store import load_program
 from prism_plugins.rundir import RunDir
@@ -103,7 +103,7 @@ def write_signatures(signatures: SignatureList, path: str | Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(msgspec.json.encode(signatures))
-        os.replace(temporary, path)
+        put_in_place(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise PrismError(f"cannot write {path}: {error.strerror or error}") from error

@@ -15,7 +15,7 @@ import msgspec
 
 from prism_plugins.costs.nccl.measured import CollectivePoint, merge_points, problem_of
 from prism_plugins.errors import FileFormatError, PrismError
-from prism_plugins.files import read_regular
+from prism_plugins.files import put_in_place, read_regular
 from prism_plugins.program.model import OpSignature
 from prism_plugins.program.slices import HostFigures
 
@@ -191,7 +191,7 @@ def write_calibration(calibration: Calibration, path: str | Path) -> None:
     body = head.replace(b'"figures":[]', b'"figures":[\n' + b",\n".join(lines) + b"]", 1)
     try:
         temporary.write_bytes(body + b"\n")
-        os.replace(temporary, path)
+        put_in_place(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise PrismError(f"cannot write the calibration {path}: {error.strerror or error}") from error

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from prism_plugins.files import put_in_place
 from prism_plugins.rundir import writing
 
 
@@ -23,7 +24,7 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
         try:
             with open(temporary, "wb") as file:
                 yield file
-            os.replace(temporary, path)
+            put_in_place(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
