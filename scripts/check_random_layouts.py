@@ -11,7 +11,7 @@ every rank that was inferred is compared with the slice of that very rank, op by
 
 What is drawn depends on ``--seed`` and the number of the job alone. A job that the framework refuses counts as refused, not as
 run. Finished jobs are kept in ``--out`` (JSON lines) and not run again; delete a line to repeat its job. Exits 1 if a rank
-differs or a job fails.
+differs, a job fails, or the checks find an error in a job that the framework runs.
 """
 
 from __future__ import annotations
@@ -289,8 +289,10 @@ def run(job: Job, *, megatron: Path | None, folder: Path, prism_args: list[str])
         return result | _refusal((folder / "log.txt").read_text(errors="replace"), code)
     prediction = json.loads((out / "prediction.json").read_text())
     audit = prediction["audit"]
+    wrong = [f for f in prediction["findings"] if f["severity"] == "error" and f["kind"] != "audit"]
+    same = audit["matched"] == len(audit["ranks"])
     return result | {
-        "status": "same" if audit["matched"] == len(audit["ranks"]) else "differs",
+        "status": "differs" if not same else "alarm" if wrong else "same",
         "sliced": len(list((out / "slices").glob("*/report.json"))) - len(audit["ranks"]),
         "audited": len(audit["ranks"]),
         "matched": audit["matched"],
@@ -402,21 +404,22 @@ def read(path: Path) -> dict[str, dict]:
 
 
 def summarize(rows) -> int:
-    """Print what came of all jobs; 1 if a rank differs or a job failed."""
+    """Print what came of all jobs; 1 if a rank differs, a job failed, or an error was found in one."""
     rows = list(rows)
     for framework in FRAMEWORKS:
         mine = [row for row in rows if row["name"].startswith(framework)]
         counts = collections.Counter(row["status"] for row in mine)
         ran = [row for row in mine if "audited" in row]
         print(
-            f"{framework}: {len(ran)} ran ({counts['same']} same, {counts['differs']} with a rank that differs; "
+            f"{framework}: {len(ran)} ran ({counts['same']} same, {counts['differs']} with a rank that differs, "
+            f"{counts['alarm']} with an error found in a sound job; "
             f"{sum(not r['audited'] for r in ran)} had no rank left to infer), "
             f"{counts['refused']} refused by the framework, {counts['declined']} by prism, {counts['failed']} failed; "
             f"{sum(r['matched'] for r in ran)} of {sum(r['audited'] for r in ran)} inferred ranks as sliced, "
             f"{sum(r['approximated'] for r in ran)} of them in communication only (peak memory off by up to "
             f"{max((r['peak_error'] for r in ran), default=0):.2%}), {sum(r['sliced'] for r in ran)} slices"
         )
-    bad = [row for row in rows if row["status"] in ("differs", "failed")]
+    bad = [row for row in rows if row["status"] in ("differs", "alarm", "failed")]
     for row in bad:
         print(line(row))
         for _, kind, message in row.get("findings", ()):

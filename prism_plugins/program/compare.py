@@ -88,7 +88,7 @@ def _rows(program: Program, tables: _Tables) -> np.ndarray:
     rows["flags"] &= np.uint8(0xFF ^ EventFlag.SYNTHESIZED ^ EventFlag.OTHER_STREAM)
     for kind, keys in (
         (EventKind.KERNEL, [op_key(s) for s in program.signatures]),
-        (EventKind.COMM, [comm_key(program, i) for i in range(len(program.comms))]),
+        (EventKind.COMM, comm_keys(program)),
         (EventKind.PHASE_BEGIN, [("phase", p) for p in program.phases]),
         (EventKind.PHASE_END, [("phase", p) for p in program.phases]),
     ):
@@ -136,11 +136,21 @@ def op_key(signature: OpSignature) -> Hashable:
     )
 
 
-def comm_key(program: Program, index: int) -> Hashable:
-    """Equal for calls that are the same, by the same ranks."""
-    comm = program.comms[index]
-    group = program.groups[comm.group]
-    return (msgspec.structs.replace(comm, group=0, site=""), group.ranks, group.desc, group.backend)
+def comm_keys(program: Program) -> list[Hashable]:
+    """Per entry of ``comms``: equal for calls that are the same, by the same ranks, on the same communicator: of groups with equal
+    ranks and description the n-th that the program uses."""
+    ordinals: dict[int, int] = {}
+    seen: dict[Hashable, int] = {}
+    for number in sorted({comm.group for comm in program.comms}):
+        group = program.groups[number]
+        name = (group.ranks, group.desc)
+        ordinals[number] = seen[name] = seen.get(name, -1) + 1
+    keys: list[Hashable] = []
+    for comm in program.comms:
+        group = program.groups[comm.group]
+        call = msgspec.structs.replace(comm, group=0, site="")
+        keys.append((call, group.ranks, group.desc, group.backend, ordinals[comm.group]))
+    return keys
 
 
 def _first_difference(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from prism_plugins.program.compare import comm_key, op_key
+from prism_plugins.program.compare import comm_keys, op_key
 from prism_plugins.program.model import EventKind, Program
 
 _MEMORY = (EventKind.ALLOC, EventKind.FREE)
@@ -20,8 +20,8 @@ def rebased(program: Program, onto: Program) -> Program:
     """``program`` with the tables of ``onto`` (grown by what that lacks) and with its ids as far as both do the same from
     the beginning; other ids are new. ``onto`` has to be moved to the program's rank; where it communicates otherwise the
     program is returned as it is."""
-    comms = {comm_key(onto, i): i for i in range(len(onto.comms))}
-    comm_of = [comms.get(comm_key(program, i), -1) for i in range(len(program.comms))]
+    comms = {key: i for i, key in enumerate(comm_keys(onto))}
+    comm_of = [comms.get(key, -1) for key in comm_keys(program)]
     initial = [[(a.nbytes, a.category) for a in p.initial] for p in (program, onto)]
     if -1 in comm_of or initial[0] != initial[1]:
         return program
