@@ -36,12 +36,10 @@ from prism_plugins.rundir import RunDir
 SCRIPTS = Path(__file__).resolve().parent
 WORLD = 64
 """Of DeepSpeed's layouts."""
-KNOWN: dict[tuple[str, str], str] = {
-    (
-        "z2",
-        "overlap",
-    ): "all gradients of the tiny model fit into one bucket, so overlap_comm has nothing to overlap with",
-}
+_ONE_BUCKET = (
+    "all gradients of the small model fit into one bucket, so overlap_comm has nothing to overlap with"
+)
+KNOWN: dict[tuple[str, str], str] = {("z2", "overlap"): _ONE_BUCKET, ("trainer-z2", "overlap"): _ONE_BUCKET}
 """(layout, kind of finding) → why it is right."""
 
 
