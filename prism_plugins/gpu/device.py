@@ -47,7 +47,9 @@ def prepare_gpu(spec: SliceSpec) -> tuple[GpuSensors, int]:
     others = bool(sensors.others())
     context_bytes = 0 if others else total - free
     if spec.gpu_memory_bytes:
-        taken = min(total - free, USUAL_CONTEXT) if others else total - free
+        # A process whose own context is just being made is counted, and not yet told.
+        own = sensors.own_bytes() or (USUAL_CONTEXT if others else total - free)
+        taken = min(total - free, own)
         limit = spec.gpu_memory_bytes - taken
         if limit <= 0:
             raise PrismError(

@@ -107,11 +107,18 @@ class GpuSensors:
 
     def others(self, own: int | None = None) -> list[tuple[int, int]]:
         """(pid, bytes) of other processes that compute on the GPU; in a container their ids may be of the host."""
+        own = os.getpid() if own is None else own
+        return [(pid, nbytes) for pid, nbytes in self._processes() if pid != own]
+
+    def own_bytes(self, own: int | None = None) -> int:
+        """Memory of this process on the GPU; 0 where NVML does not tell."""
+        return dict(self._processes()).get(os.getpid() if own is None else own, 0)
+
+    def _processes(self) -> list[tuple[int, int]]:
         if not self.available:
             return []
-        own = os.getpid() if own is None else own
         processes = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, self._handle, default=[])
-        return [(p.pid, int(p.usedGpuMemory or 0)) for p in processes if p.pid != own]
+        return [(p.pid, int(p.usedGpuMemory or 0)) for p in processes]
 
     def _sample(self) -> None:
         nvml, handle = self._nvml, self._handle

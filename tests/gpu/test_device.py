@@ -18,13 +18,15 @@ TOTAL = 140 * GIB
 def shares(monkeypatch):
     """What prepare_gpu sets, for a GPU of which so much is taken, by others too or not."""
 
-    def prepare(cap: int, *, taken: int, others: bool) -> float:
+    def prepare(cap: int, *, taken: int, others: bool, own: int = 0) -> float:
         fractions: list[float] = []
         neighbours = [(1, taken)] if others else []
         monkeypatch.setattr(device, "check_gpu", lambda: None)
         monkeypatch.setattr(device, "_uuid", lambda: "")
         monkeypatch.setattr(
-            device, "GpuSensors", lambda uuid: types.SimpleNamespace(others=lambda: neighbours)
+            device,
+            "GpuSensors",
+            lambda uuid: types.SimpleNamespace(others=lambda: neighbours, own_bytes=lambda: own),
         )
         monkeypatch.setattr(torch.cuda, "init", lambda: None)
         monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
@@ -46,3 +48,8 @@ def test_the_context_is_part_of_the_cap(shares) -> None:
 def test_what_other_processes_take_is_not_counted(shares) -> None:
     """Four launches side by side on an H200: a cap of 2 GiB left nothing."""
     assert shares(2 * GIB, taken=9 * GIB, others=True) == pytest.approx(2 * GIB - USUAL_CONTEXT)
+
+
+def test_a_process_whose_context_is_being_made_is_not_counted_either(shares) -> None:
+    assert shares(2 * GIB, taken=2 * GIB, others=False, own=GIB // 2) == pytest.approx(1.5 * GIB)
+    assert shares(2 * GIB, taken=9 * GIB, others=True, own=GIB // 4) == pytest.approx(1.75 * GIB)

@@ -100,9 +100,12 @@ def test_without_nvml_nothing_is_read_and_the_reason_is_known() -> None:
     sensors.watch()
     assert sensors.stop() == GpuState()
     assert sensors.others() == []
+    assert sensors.own_bytes() == 0
     assert sensors.used_bytes() == 0
 
 
 def test_neighbours_are_told_apart_from_us() -> None:
     assert GpuSensors(Nvml(), uuid="abc").others(own=77) == [(1, 0)]
+    assert GpuSensors(Nvml(), uuid="abc").own_bytes(own=77) == 3
+    assert GpuSensors(Nvml(), uuid="abc").own_bytes(own=78) == 0
     assert GpuSensors(Nvml(), uuid="abc").used_bytes() == 5 << 30
