@@ -6,6 +6,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import msgspec
@@ -69,8 +70,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add_fault_arguments(parser)
     parser.add_argument(
         "--replay", metavar="LIST", default="",
-        help="also run these ranks again on the GPU that is here, among peers as the faults have them (or, without a fault, as they "
-        "were): for runs whose slices ran on a GPU; nothing is sliced again. In the directory and environment of the launch",
+        help="also run these ranks again among peers as the faults have them (or, without a fault, as they were): on the GPU that "
+        "is here, where slices ran on one, else on a virtual clock. Nothing is sliced again. In the directory and environment "
+        "of the launch",
     )  # fmt: skip
     parser.set_defaults(run=run)
 
@@ -155,7 +157,8 @@ def _run_faults(arguments: argparse.Namespace) -> int:
     if replayed:
         from prism_plugins.what_if_replay import replay_among_faults
 
-        with Progress() as progress:
+        # Standard output is the report's alone.
+        with redirect_stdout(sys.stderr) if arguments.json else nullcontext(), Progress() as progress:
             replays, findings = replay_among_faults(
                 rundir, replayed, faults, cluster=cluster, calibration=calibration, progress=progress
             )

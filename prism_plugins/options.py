@@ -226,9 +226,10 @@ TABLE = (
         "--prism-replay",
         "LIST|auto|none",
         _text,
-        "auto",
-        "With --prism-device cuda: ranks to run again among virtual peers that answer when the simulation says; their own "
-        "log then shows the target job's iteration time. auto: those of --prism-ranks, else the rank that logs.",
+        "none",
+        "Ranks to run again after the simulation (on cuda: auto); their own log then shows the target job's times. On a GPU virtual peers "
+        "answer when the simulation says, without one the clocks of the script show simulated time. auto: those of "
+        "--prism-ranks, else the rank that logs.",
     ),
     Option(
         "--prism-moe-load",
@@ -378,18 +379,19 @@ def _options(values: dict[str, Any], environ: Mapping[str, str]) -> Options:
     if world_size is None:
         raise PrismError("--prism-world-size is missing: how many GPUs has the job to be emulated?")
     device = values.get("device", "auto")
-    if device != "cuda":
-        for name, flag in (("gpu_memory", "--prism-gpu-memory"), ("replay", "--prism-replay")):
-            if name in values:
-                raise PrismError(f"{flag} needs a real GPU: --prism-device cuda")
+    if device != "cuda" and "gpu_memory" in values:
+        raise PrismError("--prism-gpu-memory needs a real GPU: --prism-device cuda")
+    if device == "cpu" and "replay" in values:
+        raise PrismError(
+            "--prism-replay runs on a GPU (--prism-device cuda) or the virtual device, not on cpu"
+        )
     ranks = _ranks(values, "ranks", world_size)
     replay: tuple[int, ...] = ()
-    if device == "cuda":
-        which = values.get("replay", "auto")
-        if which == "auto":
-            replay = ranks or (LOGGING_RANK,)
-        elif which != "none":
-            replay = _ranks(values, "replay", world_size)
+    which = values.get("replay", "auto" if device == "cuda" else "none")
+    if which == "auto":
+        replay = ranks or (LOGGING_RANK,)
+    elif which != "none":
+        replay = _ranks(values, "replay", world_size)
     audit = values.get("audit", 0)
     if audit >= world_size and audit > 0:
         raise PrismError(f"--prism-audit must be less than the world size {world_size}, not {audit}")

@@ -1,4 +1,5 @@
-"""The stage after the simulation, on a real GPU: ranks of interest run again among timed virtual participants."""
+"""The stage after the simulation: ranks of interest run again, on a real GPU among timed virtual participants, without one on
+a virtual clock."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from prism_plugins.errors import FileFormatError
 from prism_plugins.gpu.timing import steady_ms
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.prediction import Finding
-from prism_plugins.program.replay import ReplayResult, ReplaySummary
+from prism_plugins.program.replay import VIRTUAL_CLOCK, ReplayPlan, ReplayResult, ReplaySummary
 from prism_plugins.program.slices import SliceReport, SliceSpec
 from prism_plugins.progress import Progress
-from prism_plugins.replay.plan import make_plan
+from prism_plugins.replay.plan import make_clock_plan, make_plan
 from prism_plugins.rundir import RunDir, read_json, write_json
 from prism_plugins.simulate.engine import Simulation
 from prism_plugins.simulate.timeline import Timeline
@@ -43,10 +44,16 @@ def replay_ranks(
     for rank in ranks:
         folder = rundir.replay(rank)
         folder.path.mkdir(parents=True, exist_ok=True)
-        plan = make_plan(programs, costs, timeline, rank)
-        write_json(folder.plan, plan)
         spec = msgspec.structs.replace(spec_of(rank), slice_dir=str(folder.path), replay=str(folder.plan))
-        progress.stage(f"replaying rank {rank} among {len(plan.calls)} calls with virtual peers")
+        make = make_plan if spec.device == "cuda" else make_clock_plan
+        plan = make(programs, costs, timeline, rank)
+        write_json(folder.plan, plan)
+        how = (
+            f"among {len(plan.calls)} calls with virtual peers"
+            if isinstance(plan, ReplayPlan)
+            else "on a virtual clock"
+        )
+        progress.stage(f"replaying rank {rank} {how}")
         report = _run(spec, progress)
         if report.status != "ok":
             findings.append(
@@ -78,6 +85,7 @@ def summarise(result: ReplayResult, *, simulated_ms: float, log: str) -> ReplayS
         iterations=len(steady),
         unmatched_calls=result.unmatched,
         peak_allocated_bytes=result.peak_allocated_bytes,
+        timer=result.timer,
         log=log,
     )
 
@@ -92,7 +100,15 @@ def check(summary: ReplaySummary, result: ReplayResult) -> list[Finding]:
                 f"{summary.unmatched_calls} calls of the replay were not in the simulated program: answered at once",
             )
         )
-    if result.timer != "globaltimer":
+    if result.strange:
+        found.append(
+            _finding(
+                summary.rank,
+                f"{result.strange} iterations of the replay did other things than the simulated one: the times that the script "
+                "read in them are rough",
+            )
+        )
+    if result.timer not in ("globaltimer", VIRTUAL_CLOCK):
         found.append(
             _finding(
                 summary.rank,

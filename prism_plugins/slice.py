@@ -104,7 +104,7 @@ class Slice:
         if self.journal is not None:
             self.journal.save(self.dir.journal)
         write_json(self.dir.manifest, make_manifest(context.files))
-        if spec_on_gpu(self.spec):
+        if spec_on_gpu(self.spec) or self.spec.replay:
             self._save_measured(context)
         kinds = program.events["kind"]
         for line in (*device_assumptions(stats), *allocator_assumptions(os.environ)):
@@ -184,8 +184,12 @@ class Slice:
         load_device(spec)
         import torch  # noqa: F401  (from here on the virtual device is torch's CUDA)
 
-        from prism_plugins.capture.recorder import get_recorder
+        from prism_plugins.capture.recorder import get_recorder, use_recorder
 
+        if spec.replay:
+            from prism_plugins.replay.clocked import ClockedRecorder
+
+            use_recorder(ClockedRecorder.of_plan(Path(spec.replay), iterations=spec.iterations))
         context = self._new_context(get_recorder())
         install_torch_cuda(context)
         from prism_plugins.collectives.install import install_collectives
@@ -194,6 +198,8 @@ class Slice:
         from prism_plugins.device.regions import install_regions
 
         install_regions(context)
+        if spec.replay:
+            context.recorder.clock.install(context)
         return context
 
     def _prepare_gpu(self) -> Context:
@@ -236,7 +242,7 @@ class Slice:
         )
 
     def _save_measured(self, context: Context) -> None:
-        """What a slice on a real GPU measured, or its replay."""
+        """What a slice on a real GPU measured, or a replay saw."""
         recorder = context.recorder
         if self.spec.replay:
             write_json(self.dir.replay, recorder.result())
@@ -252,8 +258,8 @@ class Slice:
 
     @property
     def _tells_host_speed(self) -> bool:
-        """Elsewhere CPU time is kernels, or waiting for peers, as well."""
-        return self.spec.device == "virtual" and not self.spec.real_ranks
+        """Elsewhere CPU time is kernels, or waiting for peers, as well; a replay tells nothing that slices did not."""
+        return self.spec.device == "virtual" and not self.spec.real_ranks and not self.spec.replay
 
     def _host_figures(self) -> HostFigures | None:
         """How fast this machine is, beside the CPU times of the iterations."""

@@ -1,4 +1,4 @@
-"""Ranks of an existing run on a real GPU run again, among virtual peers that are slow or behind slow links."""
+"""Ranks of an existing run run again, among virtual peers that are slow or behind slow links."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ def check_replay(text: str, info: RunInfo, faults: Faults) -> tuple[int, ...]:
         ranks = parse_ranks(text, world_size=options.world_size)
     except ValueError as error:
         raise PrismError(f"--replay {error}") from None
-    if options.device != "cuda":
-        raise PrismError("--replay: the slices of this run did not run on a GPU (--prism-device cuda)")
+    if options.device == "cpu":
+        raise PrismError("--replay: the ranks of this run really ran on the CPU (--prism-device cpu)")
     if faults.jitter or faults.failure is not None:
         raise PrismError(
             "--replay: ranks are replayed among slow ranks and links, not with --jitter or --fail"
         )
+    if options.device == "virtual":
+        return ranks
     slow = [rank for rank in ranks if rank in faults.slow_ranks]
     if slow:
         raise PrismError(

@@ -83,7 +83,7 @@ def test_jobs_default_shares_the_cores_between_launched_processes():
         ("t.py --prism-world-size 8 --prism-strict=1", "--prism-strict takes no value"),
         ("t.py --prism-world-size 8 --prism-device gpu", "must be one of auto, virtual, cuda, cpu"),
         ("t.py --prism-world-size 8 --prism-gpu-memory 80GiB", "needs a real GPU: --prism-device cuda"),
-        ("t.py --prism-world-size 8 --prism-replay 0", "needs a real GPU: --prism-device cuda"),
+        ("t.py --prism-world-size 8 --prism-device cpu --prism-replay 0", "not on cpu"),
         (
             "t.py --prism-world-size 8 --prism-device cuda --prism-gpu-memory lots",
             "expects a size such as 80GiB",

@@ -19,6 +19,7 @@ from prism_plugins.program.prediction import (
     HostMemory,
     Prediction,
 )
+from prism_plugins.program.replay import VIRTUAL_CLOCK
 from prism_plugins.streams import PipeConsole
 
 WIDTH_WITHOUT_TERMINAL = 110
@@ -185,6 +186,11 @@ def _replay(p: Prediction) -> Text:
     """Replays beside the simulation."""
     lines = []
     for one in p.replay:
+        if one.timer == VIRTUAL_CLOCK:
+            lines.append(
+                f"rank {one.rank} on a virtual clock: {milliseconds(one.iteration_time_ms)} an iteration; its log: {one.log}"
+            )
+            continue
         error = one.iteration_time_ms / one.simulated_ms - 1 if one.simulated_ms else 0.0
         lines.append(
             f"rank {one.rank} on this GPU: {milliseconds(one.iteration_time_ms)} ({100 * error:+z.1f} % of the simulation), "

@@ -8,7 +8,9 @@ from prism_plugins.costs.base import CostModel
 from prism_plugins.program.infer import program_of
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.model import EventKind
-from prism_plugins.program.replay import ON_TIME, ReplayCall, ReplayPlan
+from prism_plugins.program.replay import ON_TIME, ClockPlan, ReplayCall, ReplayPlan
+from prism_plugins.replay.virtual_clock import NO_TIME, timed_kinds
+from prism_plugins.simulate.clocks import event_times_ns
 from prism_plugins.simulate.engine import Simulation, op_times
 from prism_plugins.simulate.prices import Pricer
 from prism_plugins.simulate.timeline import Timeline
@@ -45,4 +47,21 @@ def make_plan(job: JobPrograms, costs: CostModel, simulated: Simulation | Timeli
         iteration_ns=timeline.iteration_time_ns,
         idle_ns=max(0.0, timeline.iteration_time_ns - own_end),
         calls=tuple(calls),
+    )
+
+
+def make_clock_plan(
+    job: JobPrograms, costs: CostModel, simulated: Simulation | Timeline, rank: int
+) -> ClockPlan:
+    """The plan for the replay of a rank without a GPU. Arguments as of :func:`make_plan`."""
+    program = program_of(job, rank)
+    times = op_times(job, costs, simulated, rank)
+    timeline = simulated.timeline if isinstance(simulated, Simulation) else simulated
+    timed = ~np.isin(program.events["kind"], NO_TIME)
+    return ClockPlan(
+        rank=rank,
+        iteration_ns=timeline.iteration_time_ns,
+        kinds=timed_kinds(program.events).tobytes(),
+        host_ns=times.host_ns[timed].astype("<f8").tobytes(),
+        record_ns=event_times_ns(program, times).astype("<f8").tobytes(),
     )

@@ -1,4 +1,5 @@
-"""``prism what-if --replay``: what a replay among faults is told. The replay itself is a fake, as there is no GPU."""
+"""``prism what-if --replay``: what a replay on a GPU among faults is told. The replay itself is a fake, as there is no GPU; without
+one see ``tests/e2e/test_replay_without_gpu.py``."""
 
 from __future__ import annotations
 
@@ -103,9 +104,12 @@ def test_what_cannot_be_replayed_is_one_line(run, started, capsys, words, messag
     assert not started
 
 
-def test_slices_must_have_run_on_a_gpu(run, capsys) -> None:
+def test_ranks_that_really_ran_on_the_cpu_are_not_replayed(run, capsys) -> None:
+    info = run.read_info()
+    options = msgspec.structs.replace(info.job.options, device="cpu")
+    run.write_info(msgspec.structs.replace(info, job=msgspec.structs.replace(info.job, options=options)))
     assert main(("what-if", "latest", "--replay", "0")) == 2
-    assert "did not run on a GPU" in capsys.readouterr().err
+    assert "really ran on the CPU" in capsys.readouterr().err
 
 
 def test_where_no_gpu_is_there(run, started, capsys, monkeypatch) -> None:
