@@ -1,7 +1,7 @@
 """Slices of earlier runs, found by content.
 
 A slice's key covers what can be known before it runs: the command and the files it names, the environment, the
-installed versions, prism's own sources, the virtual GPU, and the journals it reads. What it turned out to depend on
+installed versions, prism's own sources, the virtual GPU (or this machine's, where slices run on one), and the journals it reads. What it turned out to depend on
 (the user's modules it imported) is recorded in its manifest and verified when the slice is reused. Costs and the
 cluster's network are no part of it: changing them only simulates again.
 """
@@ -23,6 +23,8 @@ import msgspec
 
 from prism_plugins.arming import slice_interpreter_flags
 from prism_plugins.errors import FileFormatError, PrismError
+from prism_plugins.gpu.sensors import gpu_identity, hindered
+from prism_plugins.program.measured import Measured
 from prism_plugins.program.model import SCHEMA
 from prism_plugins.program.slices import SliceReport, SliceSpec
 from prism_plugins.rundir import SliceDir, read_json, write_json
@@ -82,6 +84,11 @@ _CHOICES = frozenset(["PRISM_TE"])
 _VOLATILE_PREFIXES = ("SSH_", "DBUS_", "VSCODE_", "LC_", "XDG_", "GIT_", "PYTEST_", "PRISM_")
 
 
+MEASURED_BEFORE = (
+    "slices were measured on this GPU by an earlier launch (--prism-no-cache measures them again)"
+)
+
+
 class FileStamp(msgspec.Struct, frozen=True, array_like=True):
     """A file as it was."""
 
@@ -132,6 +139,8 @@ class SliceCache:
         except (OSError, FileFormatError):
             return None
         report.cached = True
+        if spec.device == "cuda":
+            report.assumptions = (*report.assumptions, MEASURED_BEFORE)
         write_json(target.report, report)
         write_json(target.spec, spec)
         with contextlib.suppress(OSError):
@@ -139,9 +148,12 @@ class SliceCache:
         return report
 
     def keep(self, spec: SliceSpec) -> None:
-        """Keep a slice that ended well. A cache that cannot be written is no error of the run."""
+        """Keep a slice that ended well; what was measured beside other processes or on a hot GPU is measured again. A cache that
+        cannot be written is no error of the run."""
         source = SliceDir(Path(spec.slice_dir))
         try:
+            if spec.device == "cuda" and not _undisturbed(source):
+                return
             self.root.mkdir(parents=True, exist_ok=True)
             staging = Path(tempfile.mkdtemp(prefix=".new-", dir=self.root))
             try:
@@ -153,6 +165,7 @@ class SliceCache:
                     source.journal,
                     source.log,
                     source.manifest,
+                    source.measured,
                 ):
                     if file.exists():
                         shutil.copyfile(file, staging / file.name)
@@ -212,6 +225,7 @@ def slice_key(spec: SliceSpec) -> str:
         _installed(),
         _own_sources(),
         [msgspec.to_builtins(_stamp(path, with_mtime=False)) for path in _files_named(spec.argv)],
+        gpu_identity() if spec.device == "cuda" else "",
     )
     return hashlib.blake2b(msgspec.json.encode(parts), digest_size=20).hexdigest()
 
@@ -241,6 +255,14 @@ def make_manifest(read: Iterable[Path] = ()) -> Manifest:
             if not real.startswith((*skip, own)) and f"{os.sep}site-packages{os.sep}" not in real:
                 files.add(real)
     return Manifest(files=tuple(_stamp(Path(file)) for file in sorted(files)))
+
+
+def _undisturbed(source: SliceDir) -> bool:
+    """Whether nothing was seen that made the GPU of a slice slower than it is."""
+    findings = read_json(source.report, SliceReport).findings
+    return not any(finding.kind == "shared_gpu" for finding in findings) and not hindered(
+        read_json(source.measured, Measured).gpu
+    )
 
 
 def _installed() -> list[str]:

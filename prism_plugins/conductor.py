@@ -14,6 +14,7 @@ from prism_plugins.costs.model import load_calibration
 from prism_plugins.costs.nccl.settings import parse_settings
 from prism_plugins.emit import JobView, emit_all
 from prism_plugins.errors import PrismError
+from prism_plugins.gpu.sensors import gpu_identity
 from prism_plugins.local_rank import check_local_rank
 from prism_plugins.options import LOGGING_RANK, Job
 from prism_plugins.physical import (
@@ -189,7 +190,7 @@ def slices_of(
             gpu=cluster.gpu_facts(),
             gpus_per_node=cluster.gpus_per_node,
             rundir=rundir,
-            cache=SliceCache() if options.cache and not for_real and options.device != "cuda" else None,
+            cache=SliceCache() if options.cache and not for_real and _recognised(options.device) else None,
             executors=executors,
             progress=progress,
         )
@@ -207,3 +208,8 @@ def slices_of(
             runner.add({0: ()})
             runner.run(on_facts=plan_rest)
         yield runner
+
+
+def _recognised(device: str) -> bool:
+    """Whether a later launch can tell that slices would run on the same GPU."""
+    return device != "cuda" or bool(gpu_identity())

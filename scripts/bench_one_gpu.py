@@ -146,7 +146,7 @@ def emulation(
         "--prism-emulate", "--prism-world-size", str(num_gpus), "--prism-device", "cuda",
         "--prism-cluster", args.cluster if num_gpus < 8 else "dgx-h200",
         "--prism-iterations", str(args.iterations),
-        "--prism-out", str(run),
+        "--prism-out", str(run), "--prism-no-cache",
         *(["--prism-replay", "0"] if args.physical > 1 and not args.no_replay else []),  # on the GPU that sliced it
         *(["--prism-replay", "none"] if args.no_replay else []),
     ]  # fmt: skip

@@ -10,8 +10,10 @@ import pytest
 
 from prism_plugins import cache as cache_module
 from prism_plugins.cache import Manifest, SliceCache, make_manifest, relevant_environment, slice_key
+from prism_plugins.program.measured import GpuState, Measured
+from prism_plugins.program.prediction import Finding
 from prism_plugins.program.slices import GpuFacts, SliceReport, SliceSpec
-from prism_plugins.rundir import SliceDir, write_json
+from prism_plugins.rundir import SliceDir, read_json, write_json
 
 GPU = GpuFacts(name="H100", memory_bytes=80 * 10**9, num_sms=132, capability=(9, 0))
 
@@ -183,3 +185,50 @@ def test_the_manifest_lists_the_users_modules_only(place, monkeypatch):
     assert str(place / "my_model.py") in paths
     assert not any("site-packages" in path or path.endswith("msgspec/__init__.py") for path in paths)
     assert not any("/prism_plugins/" in path for path in paths)
+
+
+@pytest.fixture
+def on_gpu(place, monkeypatch):
+    """A slice on a GPU, and what it measured."""
+    gpus = ["driver 1: NVIDIA H200 GPU-1"]
+    monkeypatch.setattr(cache_module, "gpu_identity", lambda: gpus[0])
+    piece = spec(place, device="cuda")
+
+    def lay_down(*, findings=(), throttled=()):
+        directory = finished(piece)
+        report = SliceReport(rank=piece.rank, status="ok", num_ops=5, findings=findings)
+        write_json(directory.report, report)
+        state = GpuState(name="NVIDIA H200", throttled=dict(throttled))
+        write_json(directory.measured, Measured(rank=0, iteration_ms=(3.0,), gpu=state))
+        return directory
+
+    return piece, lay_down, gpus
+
+
+def test_what_was_measured_on_this_gpu_is_reused_and_told(place, on_gpu):
+    piece, lay_down, gpus = on_gpu
+    cache = SliceCache(place / "cache")
+    directory = lay_down(throttled={"power cap": 1.0})
+    cache.keep(piece)
+    shutil.rmtree(directory.path)
+    report = cache.fetch(piece)
+    assert report.cached
+    assert cache_module.MEASURED_BEFORE in report.assumptions
+    assert read_json(directory.measured, Measured).iteration_ms == (3.0,)
+    gpus[0] = "driver 1: NVIDIA H200 GPU-2"
+    assert cache.fetch(piece) is None, "another GPU"
+
+
+@pytest.mark.parametrize(
+    "disturbed",
+    [
+        {"throttled": {"thermal limit (hardware)": 0.5}},
+        {"findings": (Finding(kind="shared_gpu", severity="warning", ranks="", phase="", message="pid 7"),)},
+    ],
+)
+def test_what_was_measured_on_a_disturbed_gpu_is_not_kept(place, on_gpu, disturbed):
+    piece, lay_down, _ = on_gpu
+    cache = SliceCache(place / "cache")
+    lay_down(**disturbed)
+    cache.keep(piece)
+    assert cache.fetch(piece) is None

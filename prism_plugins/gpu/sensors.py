@@ -152,6 +152,23 @@ class GpuSensors:
             return default
 
 
+def gpu_identity(nvml: Any = None) -> str:
+    """Names and ids of this machine's GPUs and their driver; empty without NVML. Makes no CUDA context. ``nvml``: the module;
+    imported if not given."""
+    try:
+        if nvml is None:
+            import pynvml as nvml
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        gpus = sorted(
+            f"{_text(nvml.nvmlDeviceGetName(handle))} {_text(nvml.nvmlDeviceGetUUID(handle))}"
+            for handle in handles
+        )
+        return f"driver {_text(nvml.nvmlSystemGetDriverVersion())}: {', '.join(gpus)}" if gpus else ""
+    except Exception:  # no NVML, no driver, no permission
+        return ""
+
+
 def hindered(state: GpuState) -> str:
     """What held the clocks down beyond what a job like this one does everywhere; empty when nothing did."""
     worst = [

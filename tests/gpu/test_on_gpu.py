@@ -180,12 +180,14 @@ def launch(
     extra_path: Path | None = None,
     name: str = "run",
     timeout: float = 200,
+    cache: bool = False,
 ) -> subprocess.CompletedProcess:
     command = [
         sys.executable, "-m", "prism_plugins.run", str(script), *SMALL.split(), "--prism-emulate", "--prism-device", "cuda",
         "--prism-cluster", "dgx-h200", "--prism-out", str(tmp_path / name), *flags,
+        *(() if cache else ("--prism-no-cache",)),
     ]  # fmt: skip
-    env = {**os.environ}
+    env = {**os.environ, "PRISM_SLICE_CACHE": str(tmp_path / "cache")}
     if extra_path is not None:
         env["PYTHONPATH"] = f"{extra_path}:{env.get('PYTHONPATH', '')}"
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=tmp_path)
@@ -209,7 +211,8 @@ def prediction_of(tmp_path: Path, name: str = "run") -> dict:
 
 def test_a_job_is_sliced_simulated_and_replayed(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    done = launch(tmp_path, "--prism-world-size", "2", "--prism-iterations", "8")
+    sizes = ("--prism-world-size", "2", "--prism-iterations", "8")
+    done = launch(tmp_path, *sizes, cache=True)
     assert done.returncode == 0, done.stderr[-3000:]
     prediction = prediction_of(tmp_path)
     assert prediction["device"] == "cuda"
@@ -229,6 +232,12 @@ def test_a_job_is_sliced_simulated_and_replayed(tmp_path: Path) -> None:
     told = [finding["message"] for finding in prediction["findings"] if finding["kind"] == "shared_gpu"]
     pids = {int(pid) for text in told for pid in re.findall(r"pid (\d+)", text)}
     assert pids <= {os.getpid()}, "a slice does not take itself for a neighbour"
+    if not told and "slowed down" not in str(prediction["assumptions"]):
+        again = launch(tmp_path, *sizes, "--prism-replay", "none", name="again", cache=True)
+        assert again.returncode == 0, again.stderr[-3000:]
+        second = prediction_of(tmp_path, "again")
+        assert second["iteration_time_ms"] == pytest.approx(prediction["iteration_time_ms"], rel=1e-9)
+        assert any("measured on this GPU by an earlier launch" in text for text in second["assumptions"])
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import types
 
-from prism_plugins.gpu.sensors import GpuSensors, hindered
+from prism_plugins.gpu.sensors import GpuSensors, gpu_identity, hindered
 from prism_plugins.program.measured import GpuState
 
 
@@ -26,6 +26,15 @@ class Nvml:
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
         self.asked = uuid
         return "gpu"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{1 - handle}"
 
     def nvmlDeviceGetName(self, _):
         return b"NVIDIA H200"
@@ -109,3 +118,8 @@ def test_neighbours_are_told_apart_from_us() -> None:
     assert GpuSensors(Nvml(), uuid="abc").own_bytes(own=77) == 3
     assert GpuSensors(Nvml(), uuid="abc").own_bytes(own=78) == 0
     assert GpuSensors(Nvml(), uuid="abc").used_bytes() == 5 << 30
+
+
+def test_gpus_are_recognised_by_their_ids() -> None:
+    assert gpu_identity(Nvml()) == "driver 580: NVIDIA H200 GPU-0, NVIDIA H200 GPU-1"
+    assert gpu_identity(Nvml(fails=True)) == ""
