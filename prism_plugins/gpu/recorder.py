@@ -359,8 +359,9 @@ class GpuRecorder(CallRecorder):
         """Views that a Python loop makes: measured as part of the whole."""
 
     def tag(self, tensor: Any, category: MemoryCategory) -> None:
-        """Say what the storage behind a tensor is for."""
-        if tensor.is_cuda:
+        """Say what the storage behind a tensor is for. Not while iterations are timed: it takes time of the host, and who tags
+        does so in each iteration."""
+        if tensor.is_cuda and not self.schedule.is_timed(self._index):
             self._categories[tensor.untyped_storage().data_ptr()] = category.value
 
     def _add(

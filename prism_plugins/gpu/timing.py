@@ -28,6 +28,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     watched: int = 0
     traced: int = TRACED
 
+    def is_timed(self, index: int) -> bool:
+        """Whether nothing but the time of iteration ``index`` is taken."""
+        return 0 <= index - self.warm_up < self.timed
+
     def is_watched(self, index: int) -> bool:
         """Whether only the kernels of iteration ``index`` are recorded."""
         return 0 <= index - self.warm_up - self.timed < self.watched

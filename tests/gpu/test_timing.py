@@ -17,6 +17,7 @@ def test_every_kind_of_iteration_has_its_share(iterations: int, schedule: tuple[
     count = alone + made.watched + 2
     assert [made.is_watched(i) for i in range(count)] == [False] * alone + [True] * made.watched + [False] * 2
     assert [made.is_traced(i) for i in range(count)] == [False] * (count - 2) + [True] * 2
+    assert [i for i in range(count) if made.is_timed(i)] == list(range(made.warm_up, alone))
 
 
 def test_a_replay_traces_nothing() -> None:
