@@ -99,3 +99,29 @@ def test_a_slow_rank_is_late_in_the_logs_of_both(folder: Path) -> None:
     assert slow["forward"] == pytest.approx(2 * fast["forward"], rel=0.1), (
         "the slow one itself, not who waits for it"
     )
+
+
+@pytest.mark.slow
+def test_timers_of_deepspeed_show_simulated_times_too(tmp_path: Path) -> None:
+    """``wall_clock_breakdown`` reads CUDA events, the script a host clock; the steps are those of the simulation."""
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "steps_per_print": 1, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2}, "wall_clock_breakdown": True,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+    }  # fmt: skip
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    script = Path(__file__).parents[2] / "scripts" / "train_llama_deepspeed.py"
+    prism(
+        tmp_path, "-m", "prism_plugins.run", str(script), "--deepspeed_config", "ds.json", "--layers", "2", "--steps", "50",
+        "--prism-emulate", "--prism-world-size", "4", "--prism-replay", "0", "--prism-out", "run",
+    )  # fmt: skip
+    prediction = json.loads((tmp_path / "run" / "prediction.json").read_text())
+    text = (tmp_path / "run" / "replay" / "0" / "log.txt").read_text()
+    steps = [float(ms) for ms in re.findall(r"step \d+ ms ([\d.]+)", text)][2:]
+    assert steps
+    assert steps == pytest.approx([prediction["iteration_time_ms"]] * len(steps), abs=0.02)
+    forward, backward, step = map(
+        float, re.findall(r"\| fwd: ([\d.]+) \| bwd: ([\d.]+) .*step: ([\d.]+)", text)[-1]
+    )
+    assert 0.9 * steps[-1] < forward + backward + step < 1.05 * steps[-1]
+    assert backward > forward > 0
