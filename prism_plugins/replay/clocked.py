@@ -28,7 +28,7 @@ class ClockedRecorder(Recorder):
 
     def __init__(self, plan: ClockPlan, *, iterations: int) -> None:
         super().__init__()
-        self.clock = VirtualClock(plan, events=_recorded_so_far)
+        self.clock = VirtualClock(plan, count=lambda: library.call("num_events"), events=_recorded_so_far)
         self._rank = plan.rank
         self._iterations = iterations
         self._times: list[float] = []

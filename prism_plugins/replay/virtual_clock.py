@@ -2,7 +2,8 @@
 
 Before training it is the real one. In an iteration it shows when the host comes to the next event of the simulated
 program; between two iterations it stands at the end of the one before. Each iteration begins where the one before ended,
-so nothing drifts. Readings advance it by a little, so that a loop that waits for it ends, and sleeping by what was slept.
+so nothing drifts. Readings advance it by a little, and by more the more there were in a row, so that a loop that waits for it ends;
+sleeping advances it by what was slept.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 READING_NS = 100
 """By what a reading advances the clock."""
+_PATIENCE = 1000
+"""After so many readings in a row each advances it by twice as much."""
 NO_TIME = (EventKind.ALLOC, EventKind.FREE, EventKind.HOST)
 """Events that differ between iterations (the garbage collector frees when it likes); their times are part of the next."""
 _KEPT_RECORDS = 100_000
@@ -36,7 +39,8 @@ class VirtualClock:
 
     Args:
         plan: what the simulation says.
-        events: the events recorded so far in this iteration, shape (n,), dtype ``EVENT_DTYPE``.
+        count: how many events were recorded so far in this iteration.
+        events: they, shape (n,), dtype ``EVENT_DTYPE``.
         real: the real clock, ns.
 
     Raises :class:`FileFormatError` for a plan that contradicts itself.
@@ -46,6 +50,7 @@ class VirtualClock:
         self,
         plan: ClockPlan,
         *,
+        count: Callable[[], int],
         events: Callable[[], np.ndarray],
         real: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
@@ -55,13 +60,17 @@ class VirtualClock:
         if len(self.kinds) != len(self._host_ns):
             raise FileFormatError("plan.json: as many kinds of events as times are needed")
         self.iteration_ns = plan.iteration_ns
+        self._count = count
         self._events = events
+        self._place = (0, 0)
+        """Events when the clock was read last, and how many of them tell where the host is."""
         self._real = real
         self._made_at = real()
         self._base = -1.0
         """When the open iteration began, or the last one ended; negative: none began."""
         self._open = False
         self._last = 0.0
+        self._in_a_row = 0
         self._records: dict[int, float] = {}
         self._lock = threading.RLock()
 
@@ -71,6 +80,7 @@ class VirtualClock:
             if self._base < 0:
                 self._base = self.now_ns()
             self._open = True
+            self._place = (0, 0)
             return self._base
 
     def end(self, events: np.ndarray) -> bool:
@@ -89,11 +99,20 @@ class VirtualClock:
             if self._base < 0:
                 now = float(self._real() - self._made_at)
             elif self._open:
-                now = self._base + self._host_at(len(timed_kinds(self._events())))
+                now = self._base + self._host_at(self._position())
             else:
                 now = self._base
-            self._last = max(now, self._last + READING_NS)
+            self._in_a_row = 0 if now > self._last else self._in_a_row + 1
+            step = READING_NS * 2 ** min(self._in_a_row // _PATIENCE, 20)
+            self._last = max(now, self._last + step)
             return self._last
+
+    def _position(self) -> int:
+        """How many events were recorded that tell where the host is."""
+        count = self._count()
+        if count != self._place[0]:
+            self._place = (count, len(timed_kinds(self._events())))
+        return self._place[1]
 
     def elapsed_ms(self, begin: int, end: int) -> float | None:
         """Time of the device between two records of CUDA events, by their ids in the event stream; None where one of them
@@ -113,7 +132,7 @@ class VirtualClock:
 
     def install(self, context: Context) -> None:
         """Have ``time.time`` and its like, ``time.sleep`` and CUDA events read this clock, where the script or a framework
-        asks; Python's own library and prism see the real one (timeouts)."""
+        asks. Python's own library, prism, and threads that the script started see the real one (timeouts)."""
         from prism_plugins.device.streams import use_event_clock
 
         why = "the replayed rank sees simulated time"
@@ -127,7 +146,7 @@ class VirtualClock:
 
         def sleep(seconds: float) -> None:
             real_sleep(seconds)
-            if threading.current_thread() is threading.main_thread() and not _needs_real_time():
+            if not _needs_real_time():
                 self.slept(seconds)
 
         context.patch(time, "sleep", sleep, why=why)
@@ -161,7 +180,10 @@ def timed_kinds(events: np.ndarray) -> np.ndarray:
 
 
 def _needs_real_time() -> bool:
-    """Whether the caller of the function that asks is Python's own library, prism, or torch where it waits for processes."""
+    """Whether the caller of the function that asks is Python's own library, prism, torch where it waits for processes, or works
+    beside the training. (Threads of autograd, which Python did not start, are part of it.)"""
+    if not isinstance(threading.current_thread(), (type(threading.main_thread()), threading._DummyThread)):
+        return True
     name = sys._getframe(2).f_globals.get("__name__") or ""
     top = name.partition(".")[0]
     return top == "prism_plugins" or top in sys.stdlib_module_names or name.startswith("torch.distributed")

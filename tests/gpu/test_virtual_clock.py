@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
 import time
 
 import numpy as np
@@ -29,7 +31,9 @@ class Job:
     def __init__(self, plan: ClockPlan = PLAN) -> None:
         self.events: list[tuple[EventKind, int]] = []
         self.real_ns = 50
-        self.clock = VirtualClock(plan, events=self.recorded, real=lambda: self.real_ns)
+        self.clock = VirtualClock(
+            plan, count=lambda: len(self.events), events=self.recorded, real=lambda: self.real_ns
+        )
 
     def recorded(self) -> np.ndarray:
         return np.array([(kind, 0, 0, ref, 0) for kind, ref in self.events], EVENT_DTYPE)
@@ -96,6 +100,10 @@ def test_a_loop_that_waits_for_the_clock_ends_and_sleep_counts() -> None:
     assert readings == [first + READING_NS * (i + 1) for i in range(10)]
     job.clock.slept(0.5)
     assert job.now_ms() == pytest.approx(501, abs=0.01)
+    readings = 0
+    while job.now_ms() < 10_000:
+        readings += 1
+    assert readings < 50_000
 
 
 def test_scripts_read_it_and_pythons_own_library_does_not(monkeypatch) -> None:
@@ -116,6 +124,17 @@ def test_scripts_read_it_and_pythons_own_library_does_not(monkeypatch) -> None:
     job.clock.slept(3600)
     own = eval("lambda: time.perf_counter_ns()", {"__name__": "threading", "time": time})
     assert 0 <= own() - real < 60e9
+    seen: list[int] = []
+    beside = threading.Thread(target=lambda: seen.append(time.perf_counter_ns()))
+    beside.start()
+    beside.join()
+    assert 0 <= seen[0] - real < 60e9
+    _thread.start_new_thread(
+        lambda: seen.append(time.perf_counter_ns()), ()
+    )  # as autograd's: Python does not know it
+    while len(seen) < 2:
+        pass
+    assert seen[1] - real > 3600e9
     assert time.perf_counter_ns() - real > 3600e9
     assert streams._event_clock == job.clock.elapsed_ms
 
