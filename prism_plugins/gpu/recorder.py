@@ -100,6 +100,8 @@ class GpuRecorder(CallRecorder):
         self._event_ids: dict[int, int] = {}
         self._num_events = 0
         self._stats: DeviceStats | None = None
+        """Of the timed iterations, once they are over."""
+        self._counted: DeviceStats | None = None
 
     # --- iterations ---
 
@@ -241,7 +243,7 @@ class GpuRecorder(CallRecorder):
             return
         if self._begins and self._begins[-1][0] != self._index:
             self._mark_begin()
-        self._stats = self.stats()
+        self._stats = _device_stats()
         self.memory = msgspec.structs.replace(
             self.memory, used=self._used_bytes(), reserved=torch.cuda.memory_reserved()
         )
@@ -401,32 +403,13 @@ class GpuRecorder(CallRecorder):
 
     def stats(self) -> DeviceStats:
         """What the real allocator counts, of the iterations before the traced ones; the virtual device's other counts are
-        zero."""
+        zero. Asked for after each iteration, but counted only where it is needed: it takes time of the host, for which the GPU
+        may wait."""
         if self._stats is not None:
             return self._stats
-        stats = torch.cuda.memory_stats()
-        return DeviceStats(
-            allocated_bytes=stats.get("allocated_bytes.all.current", 0),
-            peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
-            reserved_bytes=stats.get("reserved_bytes.all.current", 0),
-            peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
-            requested_bytes=stats.get("requested_bytes.all.current", 0),
-            peak_requested_bytes=stats.get("requested_bytes.all.peak", 0),
-            num_ooms=stats.get("num_ooms", 0),
-            num_ops=0,
-            num_computed=0,
-            num_cache_hits=0,
-            num_cache_misses=0,
-            record_ns_per_op=0.0,
-            late_peak_active_bytes=0,
-            late_peak_reserved_bytes=0,
-            delayed_reuse=0,
-            synthesized_reads={},
-            no_cpu_kernel={},
-            no_meta_kernel={},
-            dropped={},
-            host=_NO_HOST,
-        )
+        if self._counted is None or not self.schedule.is_timed(self._index + 1):
+            self._counted = _device_stats()
+        return self._counted
 
     def reset_peaks(self) -> None:
         """Set peak counters to the current values: once, when iterations are alike; each call takes time."""
@@ -492,6 +475,32 @@ class GpuRecorder(CallRecorder):
             times = int(count[number])
             mean, issue = float(total[number] / times) * scale, float(host[number] / times)
             yield MeasuredOp(self._table.signatures[number], mean, times, issue)
+
+
+def _device_stats() -> DeviceStats:
+    stats = torch.cuda.memory_stats()
+    return DeviceStats(
+        allocated_bytes=stats.get("allocated_bytes.all.current", 0),
+        peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
+        reserved_bytes=stats.get("reserved_bytes.all.current", 0),
+        peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
+        requested_bytes=stats.get("requested_bytes.all.current", 0),
+        peak_requested_bytes=stats.get("requested_bytes.all.peak", 0),
+        num_ooms=stats.get("num_ooms", 0),
+        num_ops=0,
+        num_computed=0,
+        num_cache_hits=0,
+        num_cache_misses=0,
+        record_ns_per_op=0.0,
+        late_peak_active_bytes=0,
+        late_peak_reserved_bytes=0,
+        delayed_reuse=0,
+        synthesized_reads={},
+        no_cpu_kernel={},
+        no_meta_kernel={},
+        dropped={},
+        host=_NO_HOST,
+    )
 
 
 def _timing_event() -> Any:

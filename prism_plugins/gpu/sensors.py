@@ -9,14 +9,14 @@ import contextlib
 import os
 import statistics
 import threading
-import time
 from collections import Counter
 from typing import Any
 
 from prism_plugins.program.measured import GpuState
 
-_PERIOD_S = 0.1
-"""Reading takes time of the host, which small jobs wait for."""
+_PERIOD_S = 0.4
+"""Reading takes time of the host, which small jobs wait for: each of four calls into NVML
+gives the interpreter's lock away and wants it back."""
 _POWER_INSTANT = 186
 """NVML_FI_DEV_POWER_INSTANT; the plain reading averages over a second on Hopper."""
 _REASONS = {
@@ -135,7 +135,7 @@ class GpuSensors:
                         float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
                     )
                 )
-            time.sleep(_PERIOD_S)
+            self._stop.wait(_PERIOD_S)
 
     def _power(self) -> float:
         with contextlib.suppress(Exception):  # an older GPU has no such field

@@ -12,7 +12,7 @@ from prism_plugins.program.replay import ON_TIME, ClockPlan, ReplayCall, ReplayP
 from prism_plugins.replay.virtual_clock import NO_TIME, timed_kinds
 from prism_plugins.simulate.clocks import event_times_ns
 from prism_plugins.simulate.engine import Simulation, op_times
-from prism_plugins.simulate.prices import Pricer
+from prism_plugins.simulate.prices import Pricer, host_ns_of_events
 from prism_plugins.simulate.timeline import Timeline
 
 _LATE_NS = 1_000.0
@@ -41,11 +41,13 @@ def make_plan(job: JobPrograms, costs: CostModel, simulated: Simulation | Timeli
                 hbm_bytes=float(prices.comm_hbm_rate[ref]) * max(0.0, ended - moved),
             )
         )
-    own_end = float(max(times.end_ns.max(initial=0.0), times.host_ns.max(initial=0.0)))
+    events = program.events
+    host_end = times.host_ns + host_ns_of_events(events["kind"], events["ref"], events["value"], prices)
+    idle_ns = timeline.iteration_time_ns - max(times.end_ns.max(initial=0.0), host_end.max(initial=0.0))
     return ReplayPlan(
         rank=rank,
         iteration_ns=timeline.iteration_time_ns,
-        idle_ns=max(0.0, timeline.iteration_time_ns - own_end),
+        idle_ns=float(idle_ns) if idle_ns > _LATE_NS else 0.0,
         calls=tuple(calls),
     )
 

@@ -367,7 +367,7 @@ def test_with_nvml_clocks_power_and_memory_are_read() -> None:
     assert sensors.available, sensors.why_not
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     sensors.watch()
-    for _ in range(800):
+    for _ in range(1200):
         torch.mm(x, x)
     torch.cuda.synchronize()
     state = sensors.stop()

@@ -57,6 +57,18 @@ def test_who_ends_early_waits_for_the_iteration_to_end() -> None:
     assert late.idle_ns == 0
 
 
+def test_a_pause_of_the_script_is_no_wait_for_others() -> None:
+    """One rank alone was held until its simulated end: its replay could not be faster than the simulation."""
+    alone = Builder(0)
+    alone.kernel(100_000)
+    alone.device_sync()
+    alone.host(40_000)
+    made, costs = one_class_per_rank({0: alone.program()}), TableCosts()
+    plan = make_plan(made, costs, simulate(made, costs), 0)
+    assert plan.iteration_ns > 140_000
+    assert plan.idle_ns == 0
+
+
 def result(*ms: float, **given) -> ReplayResult:
     return ReplayResult(**{"rank": 3, "iteration_ms": ms, "timer": "globaltimer", **given})
 
