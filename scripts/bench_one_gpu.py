@@ -150,14 +150,19 @@ def emulation(
         *(["--prism-replay", "0"] if args.physical > 1 and not args.no_replay else []),  # on the GPU that sliced it
         *(["--prism-replay", "none"] if args.no_replay else []),
     ]  # fmt: skip
-    env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
     if name.startswith("ds-"):
+        env = {**os.environ, "OMP_NUM_THREADS": "8"}  # as measure_deepspeed has it
         job = name.removeprefix("ds-")
         config = args.out / f"{job}.json"
         config.write_text(json.dumps(measure_deepspeed.config_of(job)))
         script = [str(measure_deepspeed.SCRIPT), "--deepspeed_config", str(config), "--steps", "100"]
         return [*launcher, *script, *measure_deepspeed.JOBS[job][0].split(), *prism], env
-    env["PYTHONPATH"] = f"{args.megatron}:{os.environ.get('PYTHONPATH', '')}"
+    env = {
+        **os.environ,
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "OMP_NUM_THREADS": "4",
+        "PYTHONPATH": f"{args.megatron}:{os.environ.get('PYTHONPATH', '')}",
+    }
     script = [
         str(args.megatron / "pretrain_gpt.py"), *measure_megatron.BASE.split(), "--train-iters", "100",
         *JOBS[name][1].split(),
@@ -185,6 +190,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
         "ms": statistics.median(steady),
         "spread": (max(steady) - min(steady)) / statistics.median(steady),
         "source": "this call",
+        "steady_ms": steady,
         "peak_allocated": [m["allocated_bytes.all.peak"] for m in found["memory"]],
         "peak_requested": [m["requested_bytes.all.peak"] for m in found["memory"]],
         "peak_reserved": [m["reserved_bytes.all.peak"] for m in found["memory"]],
@@ -209,6 +215,7 @@ def measure_with_deepspeed(job: str, args: argparse.Namespace) -> dict[str, Any]
         "ms": statistics.median(steady),
         "spread": (max(steady) - min(steady)) / statistics.median(steady),
         "source": "this call",
+        "steady_ms": steady,
         "peak_allocated": [memory["allocated_bytes.all.peak"]],
         "peak_requested": [memory["requested_bytes.all.peak"]],
         "peak_reserved": [memory["reserved_bytes.all.peak"]],
