@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,6 +19,9 @@ from prism_plugins.collectives.object_calls import ObjectCalls
 from prism_plugins.collectives.work import CompletedWork, VirtualWork
 
 _SUM = dist.ReduceOp.SUM
+_barrier_tensor: Tensor | None = None
+_KEPT_BEFORE = (2, 13)
+"""``ProcessGroup::barrier`` has its tensor in a ``static`` in torch 2.11, as a local in 2.13 (``ProcessGroup.hpp``)."""
 _OP_NAMES = {op.value: name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
 
@@ -278,6 +282,7 @@ class VirtualProcessGroup(ObjectCalls):
         device_type = device.type if device is not None else self._object_device()
         if device_type not in self._device_backends:
             device_type = self._object_device()
+        keep_barrier_tensor(device_type)
         self._record("barrier", device_type, None, 0, 0, work, is_async)
         self._peers.barrier()
         return self._end(work, is_async, ())
@@ -373,3 +378,15 @@ def _check_same_dtype(output: Tensor, source: Tensor) -> None:
 def _finish_all(finish: list[Any]) -> None:
     for one in finish:
         one()
+
+
+def keep_barrier_tensor(device_type: str) -> None:
+    """What a barrier leaves allocated: torch makes a tensor of one byte to choose the backend by, and earlier releases keep that of
+    the last barrier of any group (512 bytes of the caching allocator)."""
+    global _barrier_tensor
+    if _torch_release() < _KEPT_BEFORE:
+        _barrier_tensor = torch.empty(1, dtype=torch.uint8, device=device_type)
+
+
+def _torch_release() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])

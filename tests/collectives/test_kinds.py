@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from prism_plugins.collectives import group as virtual_group
 from prism_plugins.program.model import CommSignature
 
 RANK, SIZE = 1, 4
@@ -199,6 +200,22 @@ def test_all_to_all_list(world: Any) -> None:
 def test_barrier(world: Any) -> None:
     dist.barrier()
     assert one(world) == signature("barrier", dtype="")
+
+
+@pytest.mark.parametrize(("release", "kept"), [((2, 11), True), ((2, 13), False)])
+def test_earlier_releases_keep_the_tensor_of_the_last_barrier(
+    world: Any, monkeypatch: Any, release: tuple[int, int], kept: bool
+) -> None:
+    """On an H200 (torch 2.11) it was the one block that a real job had at its peak and its slice had not."""
+    monkeypatch.setattr(virtual_group, "_torch_release", lambda: release)
+    monkeypatch.setattr(virtual_group, "_barrier_tensor", None)
+    dist.barrier()
+    first = virtual_group._barrier_tensor
+    assert (first is not None) is kept
+    if kept:
+        assert first.nbytes == 1
+        dist.barrier()
+        assert virtual_group._barrier_tensor is not first
 
 
 def test_monitored_barrier_is_for_gloo(make_world: Callable[..., Any]) -> None:
