@@ -131,7 +131,8 @@ def print_report(report: FaultReport, console: Console, *, world_size: int) -> N
                 f"max {milliseconds(float(times.max()))}, standard deviation {milliseconds(float(times.std(ddof=1)))}"
             )
         console.print(
-            f"waiting                each rank waits {milliseconds(report.waiting_ms)} for others, on average; most for"
+            f"waiting                each rank's streams wait {milliseconds(report.waiting_ms)} for others, on average (also "
+            "where it computes meanwhile); most for"
         )
         for waiting in report.waited_for:
             if waiting.total_ms >= _SMALL_SHARE * report.waited_for[0].total_ms:

@@ -19,6 +19,7 @@ from prism_plugins.costs.base import CostModel
 from prism_plugins.costs.calibration import Calibration
 from prism_plugins.costs.cluster import Cluster, check_world, load_cluster
 from prism_plugins.costs.model import load_calibration
+from prism_plugins.costs.modelled import HOST_ASSUMPTION
 from prism_plugins.costs.nccl.settings import NcclSettings, parse_settings
 from prism_plugins.emit.console import gib, make_console, milliseconds, show, tightest
 from prism_plugins.emit.files import replaced_file
@@ -106,6 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
         if finding not in then.findings:
             console.print(f"{finding.severity}: {finding.message}")
     console.print(f"Assumed: {_recorded_for(then)}")
+    for text in now.assumptions:
+        if text.startswith(HOST_ASSUMPTION):  # it decides where the other cluster's GPUs are faster
+            console.print(f"         {text}")
     return 0
 
 

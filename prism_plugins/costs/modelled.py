@@ -12,6 +12,8 @@ from prism_plugins.costs.nccl.settings import NcclSettings
 from prism_plugins.costs.roofline import Roofline
 from prism_plugins.program.model import CommSignature, OpSignature
 
+HOST_ASSUMPTION = "the host takes"
+"""How the assumption about the host's speed begins."""
 HBM_SHARED = 0.92
 """Of the data-sheet bandwidth: what the fastest streaming kernels reach on an H200 (costs/efficiency.py)."""
 
@@ -69,7 +71,7 @@ class ModelledCosts(SteadyClock):
             f"compute is priced by a roofline on {c.gpu.name} with efficiencies fitted on one H200 training iteration; "
             "no measurement of this job was made",
             *self._collectives.assumptions(),
-            f"the host takes {c.host.op_us:g} us per launched op, {c.host.view_us:g} us per view, "
+            f"{HOST_ASSUMPTION} {c.host.op_us:g} us per launched op, {c.host.view_us:g} us per view, "
             f"{c.host.comm_us:g} us per collective, {c.host.source or 'whatever the framework'}",
             "float32 GEMMs run without TF32; GPUs are equal",
         )

@@ -50,6 +50,14 @@ def emit_all(
         write_traces(rundir, view, ranks)
         _write_perfetto(rundir, view)
     files = written_files(rundir)
+    if not log_lines:
+        files.append(
+            ("", "no predicted log: the slices printed no line that is known to tell an iteration's time")
+        )
+    if ranks and not rundir.trace.exists():
+        files.append(
+            ("", "no trace.pftrace: too long for a job of this size; prism trace … --format perfetto")
+        )
     if left_out:
         files.append(
             (

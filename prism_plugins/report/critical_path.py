@@ -52,7 +52,14 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
     by_kind_ms: dict[str, float]
     """``compute``, ``communication tp``, …: they sum to the iteration time."""
     by_family_ms: dict[str, float]
-    """Compute and optimizer time on the path by op family."""
+    """Compute and optimizer time on the path by :func:`kind_of_op`."""
+
+
+def kind_of_op(op: str) -> str:
+    """What an op is for a reader: the family its cost rule has, fused regions and the loss's softmax apart."""
+    if op == "prism::fused":
+        return "fused"
+    return "log_softmax" if "log_softmax" in op else family_of(op) or "other"
 
 
 def critical_path(ranks: RankSpans) -> CriticalPath:
@@ -230,7 +237,7 @@ class _Walk:
         by_ref = np.bincount(refs, weights=length)
         for ref in np.flatnonzero(by_ref).tolist():
             signature = here.program.signatures[ref]
-            family = "fused" if signature.op == "prism::fused" else family_of(signature.op) or "other"
+            family = kind_of_op(signature.op)
             self.families[family] = self.families.get(family, 0.0) + float(by_ref[ref])
         edges = np.flatnonzero(np.diff(optimizer.astype(np.int8))) + 1
         bounds = [0, *edges.tolist(), len(index)]

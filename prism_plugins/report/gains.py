@@ -7,30 +7,31 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from prism_plugins.costs.base import CostModel, Interference, Price
-from prism_plugins.costs.families import family_of
 from prism_plugins.emit.job_view import JobView
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.model import CommSignature, OpSignature
 from prism_plugins.program.prediction import Breakdown, Finding, Opportunity
-from prism_plugins.report.critical_path import CriticalPath
+from prism_plugins.report.critical_path import CriticalPath, kind_of_op
 from prism_plugins.report.groups import dims_of, dims_of_group
 
-RESIMULATE_UP_TO_ROWS = 300_000
-"""Jobs of at most so many program rows, over all classes, are simulated again for each candidate: about a second each. By
-size, not by the time it took: what is told must not depend on what else the machine does."""
+MAX_CANDIDATES = 5
+RESIMULATE_UP_TO_ROWS = 300_000 * MAX_CANDIDATES
+"""The job is simulated again without as many of the candidates as make so many program rows, over all classes: about a second
+for 300,000. By size, not by the time it took: what is told must not depend on what else the machine does."""
 _ROWS_PER_RANK = 36
 _ROWS_PER_VARIANT = 4_000
 """What a rank, and a program that differs from its class's, take of a simulation (0.12 and 14 ms of CPU in 175B on 8,192 GPUs),
 as rows that take as long."""
-MAX_CANDIDATES = 5
 _WORTH = 0.005
 """Of the iteration; less is not shown."""
 
+_HOST = "the host that issues kernels"
 _FAMILIES = {
     "softmax": (
         ("softmax_forward", "softmax_backward"),
         "a fused attention kernel (flash attention) keeps it on chip",
     ),
+    "softmax of the loss": (("log_softmax",), "a fused cross entropy"),
     "element-wise ops, copies and fills": (
         ("elementwise", "copy", "cat", "fill", "dropout", "fused"),
         "fuse them: Transformer Engine, torch.compile, or the framework's fused kernels",
@@ -101,12 +102,16 @@ def opportunities(view: JobView, path: CriticalPath, breakdown: Breakdown) -> tu
     total_ms = view.timeline.iteration_time_ns / 1e6
     candidates = [c for c in _candidates(view, path) if c.on_path_ms > _WORTH * total_ms]
     candidates.sort(key=lambda c: -c.on_path_ms)
-    again = _rows(view.job) <= RESIMULATE_UP_TO_ROWS
+    times_again = RESIMULATE_UP_TO_ROWS // max(_rows(view.job), 1)
     found = []
     for candidate in candidates[:MAX_CANDIDATES]:
         gain, method = candidate.on_path_ms, "critical path"
-        if again and candidate.alter is not None:
+        if times_again and candidate.alter is not None:
+            times_again -= 1
             gain, method = total_ms - _simulated_ms(view, candidate.alter(view.costs)), "re-simulated"
+        elif candidate.what == _HOST:
+            # The path may follow the host for long where the device is hardly behind it: the device's own work is left.
+            gain = min(gain, total_ms - breakdown.compute - breakdown.optimizer)
         found.append(Opportunity(what=candidate.what, advice=candidate.advice, gain_ms=gain, method=method))
     if breakdown.bubble > _WORTH * total_ms and view.job.layout.pp > 1:
         found.append(
@@ -145,7 +150,7 @@ def _candidates(view: JobView, path: CriticalPath) -> Iterable[_Candidate]:
             )
         elif kind == "host":
             yield _Candidate(
-                what="the host that issues kernels",
+                what=_HOST,
                 advice="fewer, larger kernels: fusion, CUDA graphs, a larger micro-batch; a faster host",
                 on_path_ms=ms,
                 alter=lambda costs: Altered(costs, op=_no_host, comm=lambda _, price: _no_host(None, price)),
@@ -209,8 +214,9 @@ def _free_comm(view: JobView, dims: str) -> Callable[[tuple[int, ...], Price], P
 
 def _free_ops(families: tuple[str, ...]) -> Callable[[OpSignature, Price], Price]:
     def change(signature: OpSignature, price: Price) -> Price:
-        family = "fused" if signature.op == "prism::fused" else family_of(signature.op)
-        return msgspec.structs.replace(price, duration_ns=0.0) if family in families else price
+        return (
+            msgspec.structs.replace(price, duration_ns=0.0) if kind_of_op(signature.op) in families else price
+        )
 
     return change
 

@@ -30,6 +30,8 @@ def test_who_waits_sums_up(run, capsys):
     first = report(capsys, "--slow-rank", "1=3")["waited_for"][0]
     assert sum(first["in_groups"].values()) == pytest.approx(first["total_ms"])
     assert first["by_ranks"][0][1] == max(each for _, each in first["by_ranks"])
+    waiting = [ranks.split(",") for ranks, _ in first["by_ranks"]]
+    assert not any("1" in ranks for ranks in waiting), "a rank does not wait for itself"
 
 
 def test_the_critical_path_is_written_op_by_op(run, capsys, tmp_path):

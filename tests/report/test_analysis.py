@@ -9,6 +9,8 @@ import pytest
 from prism_plugins.emit.spans import SpanKind
 from prism_plugins.program.model import EventKind, GroupInfo
 from prism_plugins.program.prediction import Breakdown
+from prism_plugins.report import gains
+from prism_plugins.report.critical_path import kind_of_op
 from prism_plugins.report.expected_error import expected_error
 from prism_plugins.report.gains import Altered, opportunities
 from prism_plugins.report.groups import dims_of, dims_of_group
@@ -115,6 +117,31 @@ class TestGains:
         expected = view.timeline.iteration_time_ns - Simulation(view.job, free).timeline.iteration_time_ns
         assert tp.gain_ms * 1e6 == pytest.approx(expected)
         assert 0 < tp.gain_ms <= insight.path.by_kind_ms["communication tp"] * 1.001
+
+    def test_in_large_jobs_the_host_saves_no_more_than_the_device_leaves(self, view, insight, monkeypatch):
+        breakdown = view.timeline.breakdown[0]
+        total_ms = view.timeline.iteration_time_ns / 1e6
+        on_host = {**insight.path.by_kind_ms, "host": total_ms}
+        path = msgspec.structs.replace(insight.path, by_kind_ms=on_host)
+        monkeypatch.setattr(gains, "RESIMULATE_UP_TO_ROWS", 0)
+        found = {o.what: o for o in opportunities(view, path, breakdown)}
+        host = found["the host that issues kernels"]
+        assert host.method == "critical path"
+        assert host.gain_ms == pytest.approx(total_ms - breakdown.compute - breakdown.optimizer)
+
+    def test_the_largest_are_simulated_as_far_as_the_size_allows(self, view, insight, monkeypatch):
+        monkeypatch.setattr(gains, "RESIMULATE_UP_TO_ROWS", gains._rows(view.job))
+        methods = [o.method for o in opportunities(view, insight.path, view.timeline.breakdown[0])]
+        assert methods.count("re-simulated") == 1
+        assert "critical path" in methods
+
+    def test_the_softmax_of_the_loss_is_not_attentions(self):
+        assert (
+            kind_of_op("aten::_log_softmax")
+            == kind_of_op("aten::_log_softmax_backward_data")
+            == "log_softmax"
+        )
+        assert kind_of_op("aten::_softmax") == "softmax_forward"
 
     def test_sequence_parallelism_is_advised_where_it_is_not_in_use(self, view, insight):
         def advice():
