@@ -232,6 +232,10 @@ def _opportunities(p: Prediction) -> RenderableType:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
+    if any(f.kind == "oom" and f.severity == "error" for f in p.findings):
+        text = Text("memory", style="bold")
+        text.append(": it does not fit; what would make it fit is named under Findings", style="not bold")
+        table.add_row("", "", text)
     for o in p.opportunities[:MAX_OPPORTUNITIES]:
         share = f"{100 * o.gain_ms / max(p.iteration_time_ms, 1e-9):.1f} %"
         text = Text(o.what, style="bold")

@@ -7,7 +7,7 @@ import msgspec
 from rich.console import Console
 
 from prism_plugins.emit.console import gib, make_console, print_summary
-from prism_plugins.program.prediction import Audit, Finding
+from prism_plugins.program.prediction import Audit, Finding, Opportunity
 
 
 def shown(prediction, **fields):
@@ -61,7 +61,10 @@ def test_colour_on_a_terminal(prediction):
 def test_out_of_memory_names_the_ranks(prediction):
     over = msgspec.structs.replace(prediction.memory[0], device_used_bytes=85 * 2**30)
     finding = Finding(kind="oom", severity="error", ranks="0,32", phase="backward", message="needs 85.0 GiB")
-    verdict = line_of(shown(prediction, memory=(over, prediction.memory[1]), findings=(finding,)), "Verdict")
+    gain = Opportunity(what="norms", advice="fuse", gain_ms=1.0, method="re-simulated")
+    text = shown(prediction, memory=(over, prediction.memory[1]), findings=(finding,), opportunities=(gain,))
+    assert "memory: it does not fit" in line_of(text, "Fix first")
+    verdict = line_of(text, "Verdict")
     assert "out of memory on ranks 0,32" in verdict
     assert "fits" not in verdict
     assert "106.2 %" in verdict
