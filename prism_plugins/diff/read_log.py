@@ -56,7 +56,8 @@ def read_log(path: Path) -> RealRun:
     if not (times or rates or timers):
         raise FileFormatError(
             f"{path} is neither a Kineto trace, nor a log of Megatron-LM or DeepSpeed that tells times, nor a flight "
-            "recorder's dump"
+            "recorder's dump (Hugging Face's Trainer logs no iteration's time: record some with torch.profiler, or let DeepSpeed "
+            'log them with "steps_per_print": 1)'
         )
     return RealRun(
         source=f"log {path}",
