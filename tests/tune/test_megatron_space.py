@@ -225,6 +225,18 @@ def test_the_rank_order_is_searched_where_nodes_share_groups() -> None:
     assert mapped.shape(mapped.own).layout.order == "tp-cp-ep-pp-dp"
 
 
+def test_the_other_rank_order_wants_equal_data_parallel_groups() -> None:
+    """As Megatron's parallel_state asserts, ``use_tp_pp_dp_mapping`` with a pipeline."""
+    space = space_of(num_experts=8, moe_router_topk=2)
+    reasons = dict(space.points())
+    named = {p: dict(zip((k.name for k in space.knobs), p.values, strict=True)) for p in reasons}
+    mapped = {p: n for p, n in named.items() if n["order"] == "pp-dp" and n["pp"] > 1}
+    allowed = [n for p, n in mapped.items() if not reasons[p]]
+    assert allowed
+    assert all(n["ep"] * n["etp"] == n["tp"] * n["cp"] for n in allowed)
+    assert any("to be equal" in reasons[p] for p in mapped)
+
+
 def test_layers_that_the_launch_lays_out_itself() -> None:
     space = space_of(decoder_first_pipeline_num_layers=6)
     layers = [sum(n for _, n in stage[0].layers) for stage in space.shape(space.own).chunks]
