@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -120,7 +119,7 @@ def verdict(result: TuneResult) -> Iterator[str]:
     if not best.arguments:
         yield "the launch's own layout is the best found"
     else:
-        yield "paste: " + " ".join(shlex.quote(a) if a.startswith("(") else a for a in best.arguments)
+        yield from to_paste(best.arguments)
         yield from why(best, result.own, result.capacity_bytes)
     error = result.composition_error
     told = (
@@ -132,6 +131,14 @@ def verdict(result: TuneResult) -> Iterator[str]:
         yield f"no layout that is left is faster: {told}"
     else:
         yield f"not proven to be the best: {told}; composed ones may be that far off (--emulate N looks at more)"
+
+
+def to_paste(arguments: Sequence[str]) -> Iterator[str]:
+    """What to paste, and in words what else changes."""
+    yield "paste: " + " ".join(a for a in arguments if not a.startswith("("))
+    notes = [a.removeprefix("(").removesuffix(")") for a in arguments if a.startswith("(")]
+    if notes:
+        yield "and: " + ", ".join(notes)
 
 
 def why(best: Candidate, own: Candidate | None, capacity_bytes: int) -> list[str]:

@@ -17,7 +17,7 @@ from prism_plugins.tune.cluster_file import write_cluster
 from prism_plugins.tune.compose import Estimate
 from prism_plugins.tune.page import pareto, render
 from prism_plugins.tune.result import Candidate, TuneDir, TuneResult, Variant
-from prism_plugins.tune.show import limited_by, told_of, why
+from prism_plugins.tune.show import limited_by, to_paste, told_of, why
 from prism_plugins.tune.warm_slice import likeliest
 
 JOB = Job(options=Options(world_size=8), run_as="script", argv=("train.py",))
@@ -155,3 +155,9 @@ def test_the_framework_is_the_one_that_takes_the_launch() -> None:
     assert likeliest([refused, taken]) == taken
     assert likeliest([[], refused]) == refused
     assert likeliest([[], []]) == []
+
+
+def test_what_is_to_be_pasted_can_be() -> None:
+    lines = list(to_paste(("--context-parallel-size", "2", "(drop --sequence-parallel)")))
+    assert lines == ["paste: --context-parallel-size 2", "and: drop --sequence-parallel"]
+    assert list(to_paste(("--micro-batch-size", "8"))) == ["paste: --micro-batch-size 8"]
