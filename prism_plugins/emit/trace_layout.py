@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prism_plugins.emit.spans import DeviceSpans
+from prism_plugins.emit.spans import DeviceSpans, SpanKind
 from prism_plugins.program.model import EventKind, Program
 from prism_plugins.simulate.timeline import COMM_LANE, OpTimes
 
@@ -60,13 +60,12 @@ def disjoint(start: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
 
 def whole_microseconds(spans: DeviceSpans, tid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Starts and ends in whole microseconds: disjoint on each track, at least 1 long; spans that touch, on one track
-    or on two, still do, and sums of lengths keep their value.
+    or on two, still do, and the device's compute, other and idle time keep their sums (:func:`_rounded`).
 
     On each track, with rounded starts S and ends E, ``e[i] = max(E[i], S[i] + 1, e[i-1] + 1)`` and
     ``s[i] = max(S[i], e[i-1])``; the first is a running maximum of ``max(E, S + 1) - i``.
     """
-    start_us, end_us = np.split(_dithered(np.concatenate((spans.start_ns, spans.end_ns)) / 1e3), 2)
-    end_us = np.maximum(end_us, start_us + 1)
+    start_us, end_us = _rounded(spans)
     for track in np.unique(tid).tolist():
         index = np.flatnonzero(tid == track)
         index = index[np.argsort(spans.start_ns[index], kind="stable")]
@@ -77,26 +76,54 @@ def whole_microseconds(spans: DeviceSpans, tid: np.ndarray) -> tuple[np.ndarray,
     return start_us, end_us
 
 
-_GOLDEN = (5**0.5 - 1) / 2
 _SAME_US = 0.01
 """Times closer than this are one time."""
 
 
-def _dithered(times: np.ndarray) -> np.ndarray:
-    """Round to integers, equal times alike, order kept, off by at most 1, and unbiased whatever the fractions are.
+def _rounded(spans: DeviceSpans) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and ends as integers, µs: equal times alike, order kept, no span empty.
 
-    Rounding to nearest would bias sums: kernels issued by a host that takes 8.0 µs an op all have the same
-    fraction. The k-th distinct time ``t`` becomes ``floor(t + frac(k * golden ratio))``, a sequence that
-    spreads over [0, 1) as evenly as one can.
+    Rounding to nearest would bias sums: kernels issued by a host that takes 8.0 µs an op all have the same fraction.
+    So errors are diffused: between two neighbouring times the device computes, does something else or idles, and a
+    time is rounded down or up as brings the sum of all such intervals so far closer to what it is.
     """
+    n = len(spans.row)
+    times = np.concatenate((spans.start_ns, spans.end_ns)) / 1e3
     order = np.argsort(times, kind="stable")
-    ascending = times[order]
-    is_new = np.diff(ascending, prepend=-np.inf) > _SAME_US
-    distinct = ascending[is_new]
-    rounded = np.floor(distinct + np.arange(len(distinct)) * _GOLDEN % 1.0).astype(np.int64)
-    result = np.empty(len(times), dtype=np.int64)
-    result[order] = np.maximum.accumulate(rounded)[np.cumsum(is_new) - 1]
-    return result
+    is_new = np.diff(times[order], prepend=-np.inf) > _SAME_US
+    position = np.empty(2 * n, dtype=np.int64)
+    position[order] = np.cumsum(is_new) - 1
+    distinct = times[order][is_new]
+    start, end = position[:n], position[n:]
+
+    def num_active(which: np.ndarray) -> np.ndarray:
+        change = np.bincount(start[which], minlength=len(distinct)) - np.bincount(
+            end[which], minlength=len(distinct)
+        )
+        return np.cumsum(change)
+
+    busy, computing = num_active(np.ones(n, dtype=bool)), num_active(spans.kind == SpanKind.COMPUTE)
+    interval_kind = np.where(computing > 0, 2, busy > 0).tolist()
+    last_start = np.full(len(distinct), -1, dtype=np.int64)
+    np.maximum.at(last_start, end, start)
+
+    excess = [0.0, 0.0, 0.0]
+    """By how much the rounded intervals of a kind are longer than they should be, µs."""
+    rounded: list[int] = []
+    error = 0.0
+    for k, (time, opens) in enumerate(zip(distinct.tolist(), last_start.tolist(), strict=True)):
+        whole = int(time // 1)
+        if k:
+            kind = interval_kind[k - 1]
+            so_far = excess[kind] - error
+            if abs(so_far + whole - time) > abs(so_far + whole + 1 - time):
+                whole += 1
+            whole = max(whole, rounded[-1], rounded[opens] + 1 if opens >= 0 else 0)
+            excess[kind] = so_far + whole - time
+        error = whole - time
+        rounded.append(whole)
+    result = np.array(rounded, dtype=np.int64)
+    return result[start], result[end]
 
 
 class HostTimes:

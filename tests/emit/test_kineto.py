@@ -135,7 +135,32 @@ def test_rounding_keeps_order_and_touch(gaps_and_lengths, touching):
 def test_kernels_on_the_hosts_grid_do_not_bias_the_sum(length):
     start = np.arange(1000) * 8.0
     low, high = lone_track(start, start + length)
-    assert (high - low).sum() == pytest.approx(1000 * length, abs=10)
+    assert (high - low).sum() == pytest.approx(1000 * length, abs=1.5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rounding_keeps_compute_other_and_idle_time(seed):
+    """Two streams of 1000 kernels, compute on one, collectives on the other, whatever the host's period is."""
+    random = np.random.default_rng(seed)
+    period, steps = random.uniform(6, 12), np.arange(1000)
+    length = np.where(random.random(1000) < 0.1, 0.4, random.uniform(1, 6, 1000))
+    start = np.concatenate((steps * period, steps * period * 1.01 + length)) * 1e3
+    end = start + np.concatenate((length, random.uniform(2, 5, 1000))) * 1e3
+    kind = np.repeat((int(SpanKind.COMPUTE), int(SpanKind.COMMUNICATION)), 1000)
+    lane = np.repeat((0, 1), 1000)
+    row = np.arange(2000)
+
+    def spans(start, end):
+        return DeviceSpans(
+            row=row, start_ns=start, end_ns=end, transfer_start_ns=start, lane=lane, kind=kind, members={}
+        )
+
+    real = spans(start, end)
+    low, high = whole_microseconds(real, lane)
+    assert all((high[lane == k] - low[lane == k] >= 1).all() for k in (0, 1))
+    whole, exact = temporal_breakdown(spans(low * 1e3, high * 1e3)), temporal_breakdown(real)
+    for name in ("idle_ns", "compute_ns", "non_compute_ns", "kernel_ns"):
+        assert getattr(whole, name) == pytest.approx(getattr(exact, name), abs=10_000), name
 
 
 def test_one_empty_step_follows_the_real_one(trace):

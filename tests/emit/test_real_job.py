@@ -129,7 +129,7 @@ def test_holistic_trace_analysis_agrees(job, monkeypatch):
         assert ours.kernel_ns <= view.timeline.iteration_time_ns * (1 + 1e-9)
         for column, value in (("idle_time(us)", ours.idle_ns), ("compute_time(us)", ours.compute_ns),
                               ("non_compute_time(us)", ours.non_compute_ns), ("kernel_time(us)", ours.kernel_ns)):  # fmt: skip
-            assert table.loc[rank, column] * 1e3 == pytest.approx(value, rel=0.01, abs=2_000), column
+            assert table.loc[rank, column] * 1e3 == pytest.approx(value, abs=3_000), column
 
 
 def test_traces_of_all_ranks_hold_the_same_collectives(job):
