@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.format == "tensorboard":
         from prism_plugins.emit.tensorboard import write_tensorboard
 
-        write_tensorboard(rundir.path / "tensorboard", read_prediction(rundir.prediction))
+        write_tensorboard(rundir.tensorboard, read_prediction(rundir.prediction))
         _say(f"{rundir.path / 'tensorboard'}")
         return 0
     view = load_view(rundir)
@@ -104,7 +104,7 @@ def _memory(rundir: RunDir, view: JobView, ranks) -> None:
     from prism_plugins.emit.memory_snapshot import write_snapshot
 
     for rank in ranks:
-        path = rundir.path / "memory" / f"rank{rank}.pickle"
+        path = rundir.memory / f"rank{rank}.pickle"
         write_snapshot(path, *view.timed_program(rank))
         _say(f"{path}")
 

@@ -209,11 +209,11 @@ def _waited_for(job: JobPrograms, times: VectorTimes) -> tuple[Waiting, ...]:
         if total <= 0:
             break
         groups = {label: float(caused[rank]) / 1e6 for label, caused in times.caused_in.items()}
-        by_class = []
-        for cls, ms in zip(job.classes, times.caused_of_class[rank], strict=True):
-            others = [other for other in cls.ranks if other != rank]
-            if ms > 0 and others:
-                by_class.append((format_ranks(others, max_runs=4), float(ms) / 1e6 / len(others)))
+        by_class = [
+            (format_ranks(others, max_runs=4), float(ms) / 1e6 / len(others))
+            for cls, ms in zip(job.classes, times.caused_of_class[rank], strict=True)
+            if ms > 0 and (others := [other for other in cls.ranks if other != rank])
+        ]
         found.append(
             Waiting(
                 rank=rank,

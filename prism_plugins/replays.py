@@ -13,7 +13,7 @@ from prism_plugins.errors import FileFormatError
 from prism_plugins.gpu.timing import steady_ms
 from prism_plugins.program.job import JobPrograms
 from prism_plugins.program.prediction import Finding
-from prism_plugins.program.replay import VIRTUAL_CLOCK, ReplayPlan, ReplayResult, ReplaySummary
+from prism_plugins.program.replay import VIRTUAL_CLOCK, ClockPlan, ReplayPlan, ReplayResult, ReplaySummary
 from prism_plugins.program.slices import SliceReport, SliceSpec
 from prism_plugins.progress import Progress
 from prism_plugins.replay.plan import make_clock_plan, make_plan
@@ -45,14 +45,14 @@ def replay_ranks(
         folder = rundir.replay(rank)
         folder.path.mkdir(parents=True, exist_ok=True)
         spec = msgspec.structs.replace(spec_of(rank), slice_dir=str(folder.path), replay=str(folder.plan))
-        make = make_plan if spec.device == "cuda" else make_clock_plan
-        plan = make(programs, costs, timeline, rank)
+        plan: ReplayPlan | ClockPlan
+        if spec.device == "cuda":
+            plan = make_plan(programs, costs, timeline, rank)
+            how = f"among {len(plan.calls)} calls with virtual peers"
+        else:
+            plan = make_clock_plan(programs, costs, timeline, rank)
+            how = "on a virtual clock"
         write_json(folder.plan, plan)
-        how = (
-            f"among {len(plan.calls)} calls with virtual peers"
-            if isinstance(plan, ReplayPlan)
-            else "on a virtual clock"
-        )
         progress.stage(f"replaying rank {rank} {how}")
         report = _run(spec, progress)
         if report.status != "ok":

@@ -84,6 +84,9 @@ class RunDir:
         self.kineto = self.path / "kineto"
         self.trace = self.path / "trace.pftrace"
         self.chakra = self.path / "chakra"
+        self.memory = self.path / "memory"
+        self.tensorboard = self.path / "tensorboard"
+        self.what_if = self.path / "what-if"
         self.report = self.path / "report.html"
 
     def slice(self, rank: int) -> SliceDir:
@@ -106,10 +109,14 @@ class RunDir:
             self.prediction,
             self.predicted_log,
             self.report,
+            self.trace,
             *self.kineto.glob("rank*.json.gz"),
+            *self.chakra.glob("rank*.et"),
+            *self.memory.glob("rank*.pickle"),
+            *self.tensorboard.glob("events.out.tfevents.*"),
         ):
             file.unlink(missing_ok=True)
-        for folder in (self.slices, self.replays):
+        for folder in (self.slices, self.replays, self.what_if):
             if folder.exists():
                 shutil.rmtree(folder)
 

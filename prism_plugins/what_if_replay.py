@@ -77,7 +77,7 @@ def replay_among_faults(
         programs=job,
         costs=simulation.costs,
         timeline=simulation,
-        rundir=RunDir(rundir.path / "what-if"),
+        rundir=RunDir(rundir.what_if),
         spec_of=lambda rank: slice_spec(
             info.job,
             rundir,

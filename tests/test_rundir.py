@@ -178,7 +178,12 @@ def test_read_only_place(tiny_disk):
 def test_a_new_run_in_an_old_directory_leaves_nothing_old(tmp_path):
     rundir = create(job(str(tmp_path)))
     rundir.write_info(RunInfo(job=job(), status="ok"))
-    for file in (rundir.prediction, rundir.predicted_log, rundir.kineto_trace(3), rundir.slice(3).report):
+    written = (
+        rundir.prediction, rundir.predicted_log, rundir.report, rundir.trace, rundir.kineto_trace(3), rundir.slice(3).report,
+        rundir.chakra / "rank3.et", rundir.memory / "rank3.pickle", rundir.tensorboard / "events.out.tfevents.1",
+        rundir.what_if / "replay" / "0" / "replay.json",
+    )  # fmt: skip
+    for file in written:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")

@@ -136,9 +136,8 @@ class MegatronSpace:
             p["pp"] == 1 or dp == 1 or p["tp"] * p["cp"] >= self._launch.gpus_per_node
         ):
             return "the same as the other rank order: it changes nothing that nodes share"
-        of_experts = (
-            p["ep"] * p["etp"] if model.experts else p["tp"]
-        )  # Megatron makes groups of experts in any case
+        # Megatron makes groups of experts in any case.
+        of_experts = p["ep"] * p["etp"] if model.experts else p["tp"]
         if p["order"] == "pp-dp" and p["pp"] > 1 and of_experts != p["tp"] * p["cp"]:
             return "--use-tp-pp-dp-mapping: Megatron wants dp of attention and of experts to be equal (tp x cp = ep x etp)"
         return (self._why_no_experts(p, dp) if model.experts else "") or self._why_no_stages(p, dp)

@@ -86,6 +86,13 @@ class DeviceStats(msgspec.Struct, frozen=True, kw_only=True):
     host: HostCounts
 
 
+def recorded_events() -> np.ndarray:
+    """What was recorded since the recorder's start; dtype EVENT_DTYPE, shape (num_events,)."""
+    events = np.empty(library.call("num_events"), EVENT_DTYPE)
+    library.call("copy_events", events.ctypes.data)
+    return events
+
+
 class Recorder(CallRecorder):
     """See the module docstring. One per process: :func:`get_recorder`."""
 
@@ -117,8 +124,7 @@ class Recorder(CallRecorder):
         """End recording and return what was recorded since :meth:`start`."""
         self._stop()
         self.recording = False
-        events = np.empty(library.call("num_events"), EVENT_DTYPE)
-        library.call("copy_events", events.ctypes.data)
+        events = recorded_events()
         self._flag_allocations(events)
         return RecordedIteration(
             events=events,

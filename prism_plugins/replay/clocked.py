@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from prism_plugins.capture.recorder import RecordedIteration, Recorder
+from prism_plugins.capture.recorder import RecordedIteration, Recorder, recorded_events
 from prism_plugins.device import library
-from prism_plugins.program.model import EVENT_DTYPE, EventKind
+from prism_plugins.program.model import EventKind
 from prism_plugins.program.replay import VIRTUAL_CLOCK, ClockPlan, ReplayResult
 from prism_plugins.replay.virtual_clock import VirtualClock
 from prism_plugins.rundir import read_json
@@ -28,7 +28,7 @@ class ClockedRecorder(Recorder):
 
     def __init__(self, plan: ClockPlan, *, iterations: int) -> None:
         super().__init__()
-        self.clock = VirtualClock(plan, count=lambda: library.call("num_events"), events=_recorded_so_far)
+        self.clock = VirtualClock(plan, count=lambda: library.call("num_events"), events=recorded_events)
         self._rank = plan.rank
         self._iterations = iterations
         self._times: list[float] = []
@@ -72,9 +72,3 @@ class ClockedRecorder(Recorder):
             peak_requested_bytes=stats.peak_requested_bytes,
             peak_reserved_bytes=stats.peak_reserved_bytes,
         )
-
-
-def _recorded_so_far() -> np.ndarray:
-    events = np.empty(library.call("num_events"), EVENT_DTYPE)
-    library.call("copy_events", events.ctypes.data)
-    return events

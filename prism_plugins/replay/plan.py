@@ -11,7 +11,7 @@ from prism_plugins.program.model import EventKind
 from prism_plugins.program.replay import ON_TIME, ClockPlan, ReplayCall, ReplayPlan
 from prism_plugins.replay.virtual_clock import NO_TIME, timed_kinds
 from prism_plugins.simulate.clocks import event_times_ns
-from prism_plugins.simulate.engine import Simulation, op_times
+from prism_plugins.simulate.engine import Simulation, simulation_of
 from prism_plugins.simulate.prices import Pricer, host_ns_of_events
 from prism_plugins.simulate.timeline import Timeline
 
@@ -23,8 +23,8 @@ when we do, however long our own kernels take in the replay: they run the same p
 def make_plan(job: JobPrograms, costs: CostModel, simulated: Simulation | Timeline, rank: int) -> ReplayPlan:
     """The plan for the replay of a rank, inferred or sliced. A simulation with slow ranks or links is given itself."""
     program = program_of(job, rank)
-    times = op_times(job, costs, simulated, rank)
-    timeline = simulated.timeline if isinstance(simulated, Simulation) else simulated
+    simulation = simulation_of(job, costs, simulated)
+    times, timeline = simulation.op_times(rank), simulation.timeline
     prices = Pricer(costs).price(program)
     rows = np.flatnonzero(program.events["kind"] == EventKind.COMM)
     calls = []
@@ -57,8 +57,8 @@ def make_clock_plan(
 ) -> ClockPlan:
     """The plan for the replay of a rank without a GPU. Arguments as of :func:`make_plan`."""
     program = program_of(job, rank)
-    times = op_times(job, costs, simulated, rank)
-    timeline = simulated.timeline if isinstance(simulated, Simulation) else simulated
+    simulation = simulation_of(job, costs, simulated)
+    times, timeline = simulation.op_times(rank), simulation.timeline
     timed = ~np.isin(program.events["kind"], NO_TIME)
     return ClockPlan(
         rank=rank,

@@ -63,22 +63,23 @@ def op_times(
     Give the :class:`Simulation`. With a :class:`Timeline` the last simulation of this job is used, or the job is
     simulated again.
     """
-    return _simulation(job, costs, simulation).op_times(rank)
+    return simulation_of(job, costs, simulation).op_times(rank)
 
 
 def call_starts_of(
     job: JobPrograms, costs: CostModel, simulation: Simulation | Timeline | None, rank: int
 ) -> CallStarts:
     """When a rank comes to each of its calls. Arguments as of :func:`op_times`."""
-    return _simulation(job, costs, simulation).call_starts(rank)
+    return simulation_of(job, costs, simulation).call_starts(rank)
 
 
 def cell_of_rank(job: JobPrograms, costs: CostModel, simulation: Simulation | Timeline | None) -> np.ndarray:
     """A number for each rank; ranks with the same number have equal times. Arguments as of :func:`op_times`."""
-    return _simulation(job, costs, simulation).cell_of_rank
+    return simulation_of(job, costs, simulation).cell_of_rank
 
 
-def _simulation(job: JobPrograms, costs: CostModel, given: Simulation | Timeline | None) -> Simulation:
+def simulation_of(job: JobPrograms, costs: CostModel, given: Simulation | Timeline | None) -> Simulation:
+    """The simulation that is given, or that the timeline is of. Arguments as of :func:`op_times`."""
     if isinstance(given, Simulation):
         return given
     return Simulation.last if Simulation.is_last(job, costs) else Simulation(job, costs)
