@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from pathlib import Path
 
 from prism_plugins.emit.job_view import JobView
@@ -19,25 +21,42 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
     """The positional RUN."""
     parser.add_argument(
         "run_directory", metavar="RUN", nargs="?", default="latest",
-        help="run directory, or `latest` (default): the newest one under ./prism_out",
+        help="run directory, or `latest` (default): the newest with a prediction under ./prism_out",
     )  # fmt: skip
 
 
 def open_run(text: str) -> RunDir:
     """The run directory that RUN names. Raises :class:`PrismError` when there is none."""
     if text == "latest" and not Path(text).exists():
-        runs = sorted(DEFAULT_PARENT.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
-        if not runs:
-            raise PrismError(
-                f"no run directory under ./{DEFAULT_PARENT}; name one, or make one with --prism-emulate"
-            )
-        return RunDir(runs[-1].parent)
+        return _latest()
     path = Path(text)
     if not path.exists():
         raise PrismError(f"{path} does not exist; RUN is a run directory or `latest`")
     if not path.is_dir():
         raise PrismError(f"{path} is a file; RUN is a run directory or `latest`")
     return RunDir(path)
+
+
+def _latest() -> RunDir:
+    """The newest run that came to a prediction; the newest of all where none did."""
+    files = sorted(DEFAULT_PARENT.glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if not files:
+        raise PrismError(
+            f"no run directory under ./{DEFAULT_PARENT}; name one, or make one with --prism-emulate"
+        )
+    runs = [RunDir(file.parent) for file in files]
+    for rundir in runs:
+        with contextlib.suppress(PrismError):
+            if rundir.read_info().status == "ok":
+                break
+    else:
+        return runs[0]
+    if rundir is not runs[0]:
+        print(
+            f"prism: note: {rundir.path} is the latest run with a prediction; {runs[0].path}, the latest, has none",
+            file=sys.stderr,
+        )
+    return rundir
 
 
 def check_finished(rundir: RunDir, info: RunInfo) -> None:

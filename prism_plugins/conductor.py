@@ -36,12 +36,13 @@ from prism_plugins.rundir import RunDir, create
 from prism_plugins.script import check_script
 from prism_plugins.slice_plan import check_facts, plan_audited, plan_slices
 from prism_plugins.slice_pool import SlicePool
-from prism_plugins.slice_runner import Executor, SliceRunner
+from prism_plugins.slice_runner import Executor, SliceRunner, late_failures
 from prism_plugins.world.classes import dependencies
 
 
 def conduct(job: Job) -> int:
-    """Run the whole emulation; returns the exit status, 1 when an audited rank differs from what was inferred.
+    """Run the whole emulation; returns the exit status, 1 when an audited rank differs from what was inferred or the script
+    failed after the iterations that are predicted.
 
     Raises:
         PrismError: a mistake the user can act on.
@@ -165,7 +166,10 @@ def conduct(job: Job) -> int:
             rundir.report, prediction, title=job.argv[0], view=view, insight=insight, cluster=cluster
         )
         emit_all(rundir, prediction, view=view, log_lines=log_lines)
-    return 1 if differences else 0
+    failures = late_failures(runner.reports, rundir)
+    for text in failures:
+        print(f"\n{text}", file=sys.stderr, flush=True)
+    return 1 if differences or failures else 0
 
 
 @contextlib.contextmanager

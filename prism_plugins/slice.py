@@ -24,7 +24,8 @@ from prism_plugins.errors import PrismError
 from prism_plugins.integration import EndOfSlice, Integration
 from prism_plugins.program.allocator_settings import conf_of, settings_from_environment
 from prism_plugins.program.model import EventKind, Program
-from prism_plugins.program.slices import HostFigures, JobFacts, SliceReport, SliceSpec
+from prism_plugins.program.prediction import Finding
+from prism_plugins.program.slices import HostFigures, JobFacts, ScriptFailure, SliceReport, SliceSpec
 from prism_plugins.rundir import SliceDir, read_json, write_json
 from prism_plugins.script import raised_by_prism, run_script, script_traceback
 from prism_plugins.slice_context import Context
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 HOST_BENCHMARK_S = 0.05
 """Time given to the host benchmark after each iteration."""
+ENOUGH_ITERATIONS = 2
+"""A script that fails after so many is predicted: the first one makes optimizer states and fills caches."""
 
 
 class Slice:
@@ -62,7 +65,7 @@ class Slice:
         except SystemExit as stop:
             if stop.code not in (None, 0):
                 how = f"with status {stop.code}" if isinstance(stop.code, int) else f"saying: {stop.code}"
-                self._failed("script_failed", f"it exited {how}", "")
+                self._script_failed(f"it exited {how}", "")
         except PrismError as error:
             self._failed("user_error", str(error), "")
         except _OutOfMemory as error:
@@ -72,15 +75,19 @@ class Slice:
         except KeyboardInterrupt:
             self._failed("interrupted", "interrupted", "")
         except BaseException as error:
-            status = "crashed" if raised_by_prism(error) else "script_failed"
-            self._failed(status, f"{type(error).__name__}: {error}", script_traceback(error))
+            message = f"{type(error).__name__}: {error}"
+            if raised_by_prism(error):
+                self._failed("crashed", message, script_traceback(error))
+            else:
+                self._script_failed(message, script_traceback(error))
         else:
             context.script_ended()
         if self.report is None:
             self.save()
 
-    def save(self) -> None:
-        """Write program, journal and report of a slice that came to its end (once)."""
+    def save(self, failure: ScriptFailure | None = None) -> None:
+        """Write program, journal and report of a slice that came to its end (once). ``failure``: what ended the script after
+        iterations that count."""
         if self.report is not None:
             return
         context = self.context
@@ -143,6 +150,7 @@ class Slice:
                 host_peak_bytes=stats.host.total_peak,
                 untouched_bytes=stats.host.untouched_peak,
                 synthesized_reads=sum(stats.synthesized_reads.values()),
+                failure=failure,
             )
         )
 
@@ -287,6 +295,31 @@ class Slice:
             + (f": {self.context.why_not_trained}" if self.context and self.context.why_not_trained else ""),
             "",
         )
+
+    def _script_failed(self, message: str, trace: str) -> None:
+        """The script's own error: the slice failed, or has ended if there are iterations to predict from."""
+        context = self.context
+        is_alone = not self.spec.real_ranks and not self.spec.replay
+        if (
+            context is None
+            or not is_alone
+            or len(context.hashes) < ENOUGH_ITERATIONS
+            or not context.recorder.has_program
+        ):
+            self._failed("script_failed", message, trace)
+            return
+        failure = ScriptFailure(message=message, traceback=trace, phase=context.phase_text)
+        context.drop_iteration()
+        context.finding(
+            Finding(
+                kind="script-failed",
+                severity="error",
+                ranks=str(self.spec.rank),
+                phase=failure.phase,
+                message=f"the script failed: {message}; predicted is the last of the {len(context.hashes)} iterations before",
+            )
+        )
+        self.save(failure)
 
     def _failed(self, status: str, message: str, trace: str) -> None:
         if self.report is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from prism_plugins.cache import SliceCache
 from prism_plugins.errors import PrismError, SliceFailed
 from prism_plugins.local_rank import with_local_rank
 from prism_plugins.options import Job
-from prism_plugins.program.slices import GpuFacts, JobFacts, SliceReport, SliceSpec
+from prism_plugins.program.slices import GpuFacts, JobFacts, ScriptFailure, SliceReport, SliceSpec
 from prism_plugins.progress import Progress
 from prism_plugins.rundir import RunDir, read_json
 
@@ -173,7 +173,8 @@ class SliceRunner:
         self._running.discard(spec.rank)
         if report.status != "ok":
             raise failure(report, self._rundir)
-        self._to_keep.append(spec)
+        if report.failure is None:  # What a script fails of (a full disk) may be gone the next time.
+            self._to_keep.append(spec)
         self._finished(spec.rank, report)
         self._keep_finished()
 
@@ -213,9 +214,26 @@ def failure(report: SliceReport, rundir: RunDir) -> Exception:
     what = f"the slice of rank {report.rank} {report.status}"
     if report.status == "script_failed":
         what = f"the script failed as rank {report.rank}"
-    head = f"prism: error: {what} ({report.phase}): {report.message}"
-    trace = report.traceback.rstrip()
-    return SliceFailed("\n".join([head, *([trace] if trace else []), f"prism: its whole output: {log}"]))
+    return SliceFailed(
+        _told(
+            what, ScriptFailure(message=report.message, traceback=report.traceback, phase=report.phase), log
+        )
+    )
+
+
+def late_failures(reports: Mapping[int, SliceReport], rundir: RunDir) -> list[str]:
+    """What the user sees, beside the prediction, of scripts that failed after iterations that count."""
+    return [
+        _told(f"the script failed as rank {rank}", report.failure, rundir.slice(rank).log)
+        for rank, report in sorted(reports.items())
+        if report.failure is not None
+    ]
+
+
+def _told(what: str, failure: ScriptFailure, log: Path) -> str:
+    trace = failure.traceback.rstrip()
+    head = f"prism: error: {what} ({failure.phase}): {failure.message}"
+    return "\n".join([head, *([trace] if trace else []), f"prism: its whole output: {log}"])
 
 
 def slice_spec(

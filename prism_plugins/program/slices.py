@@ -213,6 +213,16 @@ class HostFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A call on the device by kind."""
 
 
+class ScriptFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """What ended a script."""
+
+    message: str
+    """One line."""
+    traceback: str
+    phase: str
+    """Where it was."""
+
+
 class SliceReport(msgspec.Struct, kw_only=True):
     """How a slice went."""
 
@@ -277,4 +287,6 @@ class SliceReport(msgspec.Struct, kw_only=True):
     :class:`FlatPartitions`."""
     log_lines: tuple[str, ...] = ()
     """The framework's own per-iteration log lines, as printed."""
+    failure: ScriptFailure | None = None
+    """The script's own error, after iterations that count (``status`` is ok)."""
     cached: bool = False

@@ -134,6 +134,22 @@ def test_a_crash_in_one_slice_shows_rank_phase_and_the_scripts_traceback(place):
     assert not (place.out / "prediction.json").exists()
 
 
+def test_a_script_that_fails_after_enough_iterations_is_predicted_all_the_same(place):
+    done = place.run("train.py", "--crash-rank", 0, "--crash-at", 2, check=False)
+    assert done.returncode == 1
+    tail = done.stderr[done.stderr.index("prism: error") :]
+    assert "the script failed as rank 0 (after iteration 2): ValueError: a deliberate crash" in tail
+    assert 'raise ValueError("a deliberate crash")' in tail
+    prediction = place.prediction()
+    assert prediction["iteration_time_ms"] > 0
+    (found,) = (f for f in prediction["findings"] if f["kind"] == "script-failed")
+    assert found["severity"] == "error"
+    assert "predicted is the last of the 2 iterations before" in found["message"]
+    place.run("train.py")
+    by_rank = {s["rank"]: s["cached"] for s in place.prediction()["slices"]}
+    assert not by_rank[0], "a failed script is not kept"
+
+
 def test_a_mistake_found_in_the_slice_is_one_line(place):
     done = place.run("train.py", "--tp", 3, check=False)
     assert done.returncode == 2

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from prism_plugins import cli, cli_doctor, cli_run
+from prism_plugins.rundir import RunDir
 
 
 def refused(capsys, *words):
@@ -40,6 +41,17 @@ class TestShow:
         assert "no prediction (status: failed): look into the logs of its slices, prism_out/" in refused(
             capsys, "show"
         )
+
+    def test_a_newer_run_that_failed_is_passed_over(self, run, capsys):
+        failed = RunDir(run.path.parent / "20260102-000000-train")
+        failed.path.mkdir()
+        failed.write_info(msgspec.structs.replace(run.read_info(), status="failed"))
+        os.utime(run.run, (1, 1))
+        assert cli.main(["show"]) == 0
+        out, err = capsys.readouterr()
+        assert "1,234.5 ms" in out
+        assert "20260101-000000-train is the latest run with a prediction" in err
+        assert "20260102-000000-train, the latest, has none" in err
 
     def test_log(self, run, capsys):
         assert cli.main(["show", "latest", "--log"]) == 0
@@ -185,7 +197,7 @@ class TestRunDirectories:
     def test_latest_is_the_newest(self, run, tmp_path):
         newer = tmp_path / "prism_out" / "a"
         newer.mkdir()
-        (newer / "run.json").write_text("{}")
+        (newer / "run.json").write_bytes(run.run.read_bytes())
         os.utime(newer / "run.json", (2e9, 2e9))
         assert cli_run.open_run("latest").path.name == "a"
 

@@ -16,6 +16,7 @@ def main():
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--crash-rank", type=int, default=-1)
+    parser.add_argument("--crash-at", type=int, default=1)
     parser.add_argument("--sleep", type=float, default=0.0)
     parser.add_argument("--sleep-rank", type=int, default=-1)
     args = parser.parse_args()
@@ -26,7 +27,7 @@ def main():
     model = torch.nn.Linear(args.width, args.width, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters())
     for iteration in range(args.steps):
-        if rank == args.crash_rank and iteration == 1:
+        if rank == args.crash_rank and iteration == args.crash_at:
             raise ValueError("a deliberate crash")
         if args.sleep_rank in (-1, rank):
             time.sleep(args.sleep)
