@@ -189,6 +189,8 @@ def slices_of(
         executors: list[Executor] = [pool]
         if launch.world > 1:
             executors += stack.enter_context(Leadership(launch, rundir)).workers
+            if not for_real:
+                progress.note(f"{launch.world} launched processes share the slices; one is enough")
         runner = SliceRunner(
             job,
             gpu=cluster.gpu_facts(),

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BENCHMARK_VERSION = 1
-"""Figures of different versions cannot be compared."""
 KINDS = (
     "view", "elementwise", "gemm", "batched_gemm", "attention", "softmax", "norm", "reduction", "cat", "copy", "fill",
     "gather", "foreach", "event_record", "event_wait", "collective",

@@ -4,7 +4,8 @@ A slice runs the user's script, its framework and torch's dispatcher as the targ
 how long that takes, which no constant per op can: ZeRO-3's hooks make a kernel six times as costly to issue as ZeRO-1
 does. Two things differ on the target: its CPU, and that calls on the device go through kernels' host code and a driver
 where a slice only records. Both are measured by :mod:`prism_plugins.host_benchmark`, in the slice, right after the
-iteration that is scaled, and by ``prism calibrate`` on the machine with the GPU:
+iteration that is scaled, and on the machine with the GPU, in a process that trains there; figures of a process of its own
+(``prism calibrate --host``) are taken to be as much shorter as they were where both were measured:
 
     host time = (CPU time - sum over kinds: calls x call in the slice) x dispatch there / dispatch here
                 + sum over kinds: calls x call there
@@ -29,6 +30,13 @@ from prism_plugins.program.model import EventKind, Program
 from prism_plugins.program.slices import HostFigures, SliceReport
 from prism_plugins.simulate.prices import Pricer
 
+DISPATCH_IN_TRAINING = 1.55
+"""How many times as long a step of the benchmark takes in a process that trains as in one of its own: 2,699 us (median after 8
+iterations of 1.1 s of a Megatron job, 1,817 to 3,022) against 1,743 us on the same host with an H200, 2026-12-01
+(tests/data/megatron_h200_host_in_training.json)."""
+ENQUEUE_IN_TRAINING = 1.38
+"""The same of calls on the device: median of 15 kinds (1.02 to 1.75; GEMM 18.4 against 12.8 us), same process, same day."""
+
 
 def with_host_of_slices(
     cluster: Cluster, job: JobPrograms, reports: Mapping[int, SliceReport], target: HostCosts | None
@@ -43,15 +51,16 @@ def with_host_of_slices(
     if not host.from_slices:
         return cluster
     there = _comparable(target, reports.values(), given=bool(host.slice_factor))
-    pricer = Pricer(ModelledCosts(cluster))
+    bare = _without_calls(cluster)
+    pricer = Pricer(ModelledCosts(bare))
     found = [
         (seconds * ratio, ratio, cls.exemplar)
         for cls in job.classes
         if cls.exemplar.source != "derived" and cls.representative in reports
         for seconds, ratio in _iterations(cls.exemplar, reports[cls.representative], there, host.slice_factor)
     ]
-    scaled = _scaled(cluster, [(seconds, program) for seconds, _, program in found], pricer)
-    if scaled is cluster:
+    scaled = _scaled(bare, [(seconds, program) for seconds, _, program in found], pricer)
+    if scaled is bare:
         return cluster
     ratio = statistics.median(ratio for _, ratio, _ in found)
     measured = msgspec.structs.replace(
@@ -73,9 +82,17 @@ def with_host_measured(cluster: Cluster, job: JobPrograms, measured: Mapping[int
         for cls in job.classes
         if cls.exemplar.source != "derived" and cls.representative in measured
     ]
-    scaled = _scaled(cluster, found, Pricer(InSituCosts(ModelledCosts(cluster), cluster, measured.values())))
-    source = "measured in the slices on a GPU" if scaled is not cluster else cluster.host.source
+    bare = _without_calls(cluster)
+    scaled = _scaled(bare, found, Pricer(InSituCosts(ModelledCosts(bare), bare, measured.values())))
+    if scaled is bare:
+        return cluster
+    source = "measured in the slices on a GPU"
     return msgspec.structs.replace(scaled, host=msgspec.structs.replace(scaled.host, source=source))
+
+
+def _without_calls(cluster: Cluster) -> Cluster:
+    """The cluster with nothing on top of its times per op, which are to be scaled."""
+    return msgspec.structs.replace(cluster, host=msgspec.structs.replace(cluster.host, enqueue_us={}))
 
 
 def _scaled(cluster: Cluster, found: list[tuple[float, Program]], pricer: Pricer) -> Cluster:
@@ -95,11 +112,22 @@ def _comparable(
     target: HostCosts | None, reports: Iterable[SliceReport], *, given: bool
 ) -> HostFigures | None:
     """The target's figures, where every slice has such of its own machine, or a factor was given."""
-    there = target.benchmark if target is not None else None
+    there = _in_training(target.benchmark) if target is not None and target.benchmark is not None else None
     if there is None or given:
         return there
     same = all(r.host is not None and r.host.version == there.version for r in reports)
     return there if same else None
+
+
+def _in_training(figures: HostFigures) -> HostFigures:
+    if figures.in_training:
+        return figures
+    return msgspec.structs.replace(
+        figures,
+        dispatch_us=tuple(us * DISPATCH_IN_TRAINING for us in figures.dispatch_us),
+        enqueue_us={kind: round(us * ENQUEUE_IN_TRAINING, 3) for kind, us in figures.enqueue_us.items()},
+        in_training=True,
+    )
 
 
 def _iterations(

@@ -104,8 +104,8 @@ def check(summary: ReplaySummary, result: ReplayResult) -> list[Finding]:
         found.append(
             _finding(
                 summary.rank,
-                f"{result.strange} iterations of the replay did other things than the simulated one: the times that the script "
-                "read in them are rough",
+                f"{_iterations(result.strange)} of the replay did other things than the simulated one: times that the script "
+                "read there are rough",
             )
         )
     if result.timer not in ("globaltimer", VIRTUAL_CLOCK):
@@ -124,6 +124,10 @@ def check(summary: ReplaySummary, result: ReplayResult) -> list[Finding]:
             )
         )
     return found
+
+
+def _iterations(number: int) -> str:
+    return f"{number} iteration{'s' if number != 1 else ''}"
 
 
 def _finding(rank: int, message: str) -> Finding:

@@ -25,7 +25,14 @@ from prism_plugins.integration import EndOfSlice, Integration
 from prism_plugins.program.allocator_settings import conf_of, settings_from_environment
 from prism_plugins.program.model import EventKind, Program
 from prism_plugins.program.prediction import Finding
-from prism_plugins.program.slices import HostFigures, JobFacts, ScriptFailure, SliceReport, SliceSpec
+from prism_plugins.program.slices import (
+    BENCHMARK_VERSION,
+    HostFigures,
+    JobFacts,
+    ScriptFailure,
+    SliceReport,
+    SliceSpec,
+)
 from prism_plugins.rundir import SliceDir, read_json, write_json
 from prism_plugins.script import raised_by_prism, run_script, script_traceback
 from prism_plugins.slice_context import Context
@@ -274,7 +281,6 @@ class Slice:
         if not self._tells_host_speed:
             return None
         from prism_plugins.host_benchmark import (
-            BENCHMARK_VERSION,
             collective_call,
             enqueue_calls,
             measure_enqueue_us,
@@ -283,6 +289,7 @@ class Slice:
         return HostFigures(
             version=BENCHMARK_VERSION,
             dispatch_us=tuple(self._dispatch_us),
+            in_training=True,
             enqueue_us=measure_enqueue_us(enqueue_calls("cuda") | collective_call("cuda")),
         )
 
@@ -312,7 +319,7 @@ class Slice:
         context.drop_iteration()
         context.finding(
             Finding(
-                kind="script-failed",
+                kind="script_failed",
                 severity="error",
                 ranks=str(self.spec.rank),
                 phase=failure.phase,

@@ -34,6 +34,7 @@ _GRACE_FOR_PEERS_S = 120.0
 """The same for ranks that run for real, which wait for each other."""
 _GRACE_AFTER_SIGTERM_S = 1.0
 _TAIL_LINES = 15
+_REMEMBERED_LINES = 10_000
 USER_ERROR = 2
 """Exit status of a process that a mistake of the user ended."""
 ERROR_PREFIX = "prism: error: "
@@ -157,6 +158,8 @@ class SlicePool:
         self._jobs = jobs
         self._sink = sink
         self._running: list[SliceProcess] = []
+        self._first_told: dict[str, int] = {}
+        """Which rank printed a line on stderr first."""
         self._guard = GroupGuard()
 
     def __enter__(self) -> SlicePool:
@@ -171,9 +174,21 @@ class SlicePool:
 
     def start(self, spec: SliceSpec, *, stream: bool) -> None:
         """Start a slice. Must be called from the main thread, which the child's life is tied to."""
-        child = SliceProcess(spec, sink=self._sink if stream else None)
+        child = SliceProcess(spec, sink=self._sink_of(spec.rank) if stream else None)
         self._running.append(child)
         self._guard.watch(child.process.pid)
+
+    def _sink_of(self, rank: int) -> LineSink:
+        """The sink without warnings that another slice printed already: each has the same ones. Its log has them all."""
+
+        def sink(text: str, is_error: bool) -> None:
+            if is_error and text.strip():
+                known = len(self._first_told) < _REMEMBERED_LINES or text in self._first_told
+                if known and self._first_told.setdefault(text, rank) != rank:
+                    return
+            self._sink(text, is_error)
+
+        return sink
 
     def collect(self) -> list[tuple[SliceSpec, SliceReport]]:
         """Those that ended since the last call."""

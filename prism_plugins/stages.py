@@ -119,7 +119,7 @@ def price(
     measured counts before any calibration."""
     known = cluster.host.measured_in_slices  # a run's own cluster, read again
     if device == "virtual" and not known:
-        cluster = with_host_of_slices(cluster, programs, reports, host_of(calibration))
+        cluster = with_host_of_slices(cluster, programs, reports, host_of(calibration, cluster))
     if device != "cuda":
         return cluster, build_cost_model(cluster, nccl=nccl, calibration=calibration)
     measured = {rank: read_json(rundir.slice(rank).measured, Measured) for rank in reports}

@@ -6,7 +6,7 @@
 
 Without ``--measure`` the truth is what ``tests/data`` holds: Megatron-LM on one and two GPUs, DeepSpeed on one. The jobs
 are emulated without a GPU, each once: a finished run directory under RUNS is priced again. Where a file holds the host
-benchmark of the machine that measured, the prediction is for that host; else for the host of the calibration.
+benchmark of the machine that measured, the prediction is for that host; else for that of another such machine (preset h200x2).
 ``--measure`` runs the jobs that this machine has GPUs for, measures its host (``prism calibrate --host``), and compares
 with that. Nothing is fitted per job. ``device`` is the time of kernels and copies on the GPU, NCCL apart, in files that
 were measured with ``--parts``; ``gap`` is the rest of the iteration.
@@ -47,7 +47,8 @@ MEGATRON = (
     "megatron_h200_host.json",
 )
 DEEPSPEED = ("deepspeed_h200.json", "deepspeed_h200_host.json")
-CLUSTER = "dgx-h200"
+CLUSTER = "h200x2"
+"""The machines that measured: one or two H200s of a node, with the host of such a machine."""
 HOST_BOUND = 0.1
 """Jobs in whose prediction the slowest rank waits for its host for more than this share are listed as host-bound."""
 
@@ -138,8 +139,9 @@ def compare(
 ) -> tuple[str, float]:
     """Print a job's line; returns its list and the error of its time."""
     programs, reports, _ = load_job(RunDir(run))
-    target = msgspec.convert(host, HostCosts) if host else host_of(calibration)
-    cluster = with_host_of_slices(load_cluster(CLUSTER), programs, reports, target)
+    described = load_cluster(CLUSTER)
+    target = msgspec.convert(host, HostCosts) if host else host_of(calibration, described)
+    cluster = with_host_of_slices(described, programs, reports, target)
     costs = build_cost_model(cluster, calibration=calibration)
     timeline = Simulation(programs, costs).timeline
     ms = timeline.iteration_time_ns / 1e6

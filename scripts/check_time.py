@@ -68,7 +68,8 @@ def predict(
     calibration: Calibration | Literal["none"] | None,
 ) -> str:
     """``cluster: prediction (error) parts``."""
-    described = with_host_of_slices(load_cluster(cluster), job, reports, host_of(calibration))
+    described = load_cluster(cluster)
+    described = with_host_of_slices(described, job, reports, host_of(calibration, described))
     timeline = Simulation(job, build_cost_model(described, calibration=calibration)).timeline
     ms = timeline.iteration_time_ns / 1e6
     b = timeline.breakdown[timeline.slowest_class]

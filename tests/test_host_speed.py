@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -11,9 +15,9 @@ from prism_plugins.costs.calibration import HostCosts
 from prism_plugins.costs.cluster import Cluster, load_cluster, parse_cluster
 from prism_plugins.costs.families import FAMILIES
 from prism_plugins.costs.host import enqueue_kind
-from prism_plugins.costs.model import build_cost_model
+from prism_plugins.costs.model import build_cost_model, host_of
 from prism_plugins.host_benchmark import KINDS, DispatchBenchmark
-from prism_plugins.host_speed import with_host_of_slices
+from prism_plugins.host_speed import DISPATCH_IN_TRAINING, ENQUEUE_IN_TRAINING, with_host_of_slices
 from prism_plugins.program.job import JobPrograms, RankClass
 from prism_plugins.program.model import EVENT_DTYPE, EventKind, OpSignature, Program, TensorSpec
 from prism_plugins.program.slices import HostFigures, SliceReport
@@ -42,8 +46,12 @@ def report(*cpu_seconds: float, host: HostFigures | None = None) -> dict[int, Sl
     return {0: SliceReport(rank=0, status="ok", cpu_seconds_per_iteration=cpu_seconds, host=host)}
 
 
-def figures(*dispatch_us: float, version: int = 1, **enqueue_us: float) -> HostFigures:
-    return HostFigures(version=version, dispatch_us=dispatch_us, enqueue_us=enqueue_us)
+def figures(
+    *dispatch_us: float, version: int = 1, in_training: bool = True, **enqueue_us: float
+) -> HostFigures:
+    return HostFigures(
+        version=version, dispatch_us=dispatch_us, enqueue_us=enqueue_us, in_training=in_training
+    )
 
 
 def calibrated(benchmark: HostFigures) -> HostCosts:
@@ -104,6 +112,46 @@ def test_another_host_takes_longer_and_its_calls_on_the_device_count():
     price = build_cost_model(found).price_op(ADD)
     assert price.host_ns == pytest.approx((found.host.op_us + 6.0) * 1e3)
     assert any("2.00" in line and "Some CPU" in line for line in build_cost_model(found).assumptions())
+
+
+def test_figures_of_a_process_of_its_own_are_taken_to_that_of_a_training_one():
+    reports = report(0.9, 0.0055, host=figures(900.0, 1000.0, elementwise=2.0))
+    own = calibrated(figures(1900.0 / DISPATCH_IN_TRAINING, in_training=False, elementwise=6.0))
+    found = with_host_of_slices(load_cluster("dgx-h100"), job(kernels=100, views=50), reports, own)
+    assert found.host.op_us == pytest.approx(2 * 0.0053 / 0.0011 * 10.0, rel=0.01)
+    assert found.host.enqueue_us == {"elementwise": pytest.approx(6.0 * ENQUEUE_IN_TRAINING)}
+
+
+def test_a_description_may_give_the_benchmarks_figures():
+    reports = report(0.9, 0.0055, host=figures(900.0, 1000.0, elementwise=2.0))
+    text = preset_text() + "\n[host]\ndispatch_us = 1900.0\n[host.enqueue_us]\nelementwise = 6.0\n"
+    cluster = parse_cluster(text, source="test")
+    found = with_host_of_slices(cluster, job(kernels=100, views=50), reports, host_of(None, cluster))
+    assert found.host.op_us == pytest.approx(2 * 0.0053 / 0.0011 * 10.0, rel=0.01)
+    assert found.host.enqueue_us == {"elementwise": 6.0}
+    assert host_of(None, load_cluster("dgx-h100")).benchmark.in_training
+    assert host_of("none", load_cluster("dgx-h100")) is None
+    assert host_of("none", cluster) is not None
+
+
+def test_presets_of_the_machines_that_measured_have_their_host():
+    data = json.loads((Path(__file__).parent / "data" / "megatron_h200_host_in_training.json").read_text())
+    training = data["in_training"]
+    for name in ("h200x1", "h200x2"):
+        host = load_cluster(name).host
+        assert host.dispatch_us == pytest.approx(statistics.median(training["dispatch_us"][1:]), abs=0.1)
+        assert {kind: us for kind, us in host.enqueue_us.items() if kind != "collective"} == training[
+            "enqueue_us"
+        ]
+
+
+def test_the_two_states_of_a_process_are_as_measured():
+    data = json.loads((Path(__file__).parent / "data" / "megatron_h200_host_in_training.json").read_text())
+    own, training = data["own_process"], data["in_training"]
+    dispatch = statistics.median(training["dispatch_us"][1:]) / own["dispatch_us"][0]
+    assert pytest.approx(dispatch, abs=0.005) == DISPATCH_IN_TRAINING
+    calls = statistics.median(us / own["enqueue_us"][kind] for kind, us in training["enqueue_us"].items())
+    assert pytest.approx(calls, abs=0.005) == ENQUEUE_IN_TRAINING
 
 
 def test_a_given_factor_replaces_the_benchmarks():

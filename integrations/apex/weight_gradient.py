@@ -5,6 +5,7 @@ Source: apex csrc/megatron/fused_weight_gradient_dense.cpp: ``main_grad += grad_
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -12,10 +13,15 @@ import torch
 from prism_plugins.integration.kernels import dtype_name, matrix, record, synthesized
 
 
-def fill_weight_gradient(module: ModuleType) -> None:
-    """``fused_weight_gradient_mlp_cuda``, the functions that Megatron calls."""
-    module.wgrad_gemm_accum_fp32 = _accumulate
-    module.wgrad_gemm_accum_fp16 = _accumulate
+def fill_weight_gradient(module: ModuleType, on_use: Callable[[], None] = lambda: None) -> None:
+    """``fused_weight_gradient_mlp_cuda``, the functions that Megatron calls; ``on_use`` is called at each."""
+
+    def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+        on_use()
+        _accumulate(total_input, grad_output, main_grad)
+
+    module.wgrad_gemm_accum_fp32 = accumulate
+    module.wgrad_gemm_accum_fp16 = accumulate
 
 
 def _accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:

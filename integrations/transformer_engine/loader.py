@@ -160,8 +160,12 @@ class _Finder(importlib.abc.MetaPathFinder):
     def _fill_apex(self, module: ModuleType) -> None:
         from prism_plugins.integrations.apex.weight_gradient import fill_weight_gradient
 
-        fill_weight_gradient(module)
-        self._context.assume("Apex's fused weight gradient kernel is taken as installed on the cluster")
+        fill_weight_gradient(
+            module,
+            on_use=lambda: self._context.assume(
+                "Apex's fused weight gradient kernel is taken as installed on the cluster"
+            ),
+        )
 
 
 def _dotted(cudnn: int) -> str:

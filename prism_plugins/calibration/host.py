@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prism_plugins.costs.calibration import HostCosts
 from prism_plugins.costs.families import family_of
 from prism_plugins.host_benchmark import (
-    BENCHMARK_VERSION,
     DispatchBenchmark,
     enqueue_calls,
     measure_enqueue_us,
 )
-from prism_plugins.program.slices import HostFigures
+from prism_plugins.program.slices import BENCHMARK_VERSION, HostFigures
 
 _CALLS = 2000
 _STEPS = 12

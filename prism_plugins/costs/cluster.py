@@ -94,8 +94,11 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     loop_us: float = 2.3
     """Per view in a bare Python loop, without the framework's work around an op; times ``slice_factor``. Default: measured
     on the idle machine on which the package was made; a virtual machine with an H200 took 4.3 to 5.6."""
+    dispatch_us: float = 0.0
+    """A step of the host benchmark (:mod:`prism_plugins.host_benchmark`) in a process that trains there, with which the same in
+    the slices is compared; 0: what the calibration says."""
     enqueue_us: dict[str, float] = {}
-    """On top of these three, by kind of call (:mod:`prism_plugins.host_benchmark`): kernels' host code and the driver."""
+    """On top of the three times, by kind of call: kernels' host code and the driver. Given with ``dispatch_us``, or set by prism."""
     measured_in_slices: bool = False
     """The times are those of a job's slices; set by prism, not in a description, like ``source``."""
     source: str = ""
@@ -142,6 +145,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 _MAY_BE_ZERO = (
     "slice_factor",
+    "dispatch_us",
     "nvlink_latency_us",
     "nic_latency_us",
     "num_nics",

@@ -10,6 +10,7 @@ from prism_plugins.costs.cluster import Cluster
 from prism_plugins.costs.measured import build_measured, shipped_calibration
 from prism_plugins.costs.modelled import ModelledCosts
 from prism_plugins.costs.nccl.settings import NcclSettings
+from prism_plugins.program.slices import BENCHMARK_VERSION, HostFigures
 
 NO_CALIBRATION: Literal["none"] = "none"
 """What a user says instead of a file for formulas alone."""
@@ -30,13 +31,27 @@ def build_cost_model(
     return build_measured(cluster, calibration, nccl=nccl)
 
 
-def host_of(calibration: Calibration | Literal["none"] | None) -> HostCosts | None:
-    """The host a calibration was measured on; the shipped one's where the user gave none that tells."""
-    if calibration == NO_CALIBRATION:
-        return None
-    if calibration is not None and calibration.host is not None and calibration.host.benchmark is not None:
-        return calibration.host
-    return shipped_calibration().host
+def host_of(calibration: Calibration | Literal["none"] | None, cluster: Cluster) -> HostCosts | None:
+    """The host a calibration was measured on; where the user gave none that tells, that of the cluster's description, else that
+    of the shipped calibration."""
+    told = None if calibration == NO_CALIBRATION or calibration is None else calibration.host
+    if told is not None and told.benchmark is not None:
+        return told
+    if (host := cluster.host).dispatch_us:
+        figures = HostFigures(
+            version=BENCHMARK_VERSION,
+            dispatch_us=(host.dispatch_us,),
+            enqueue_us=host.enqueue_us,
+            in_training=True,
+        )
+        return HostCosts(
+            op_us=host.op_us,
+            dispatch_us=0.0,
+            view_us=host.view_us,
+            cpu=f"the host of {cluster.name}",
+            benchmark=figures,
+        )
+    return None if calibration == NO_CALIBRATION else shipped_calibration().host
 
 
 def load_calibration(name: str) -> Calibration | Literal["none"] | None:

@@ -222,7 +222,10 @@ def _breakdown(p: Prediction) -> RenderableType:
     exposed = [
         f"{dims} {milliseconds(ms)}" for dims, ms in p.exposed_communication_ms.items() if ms >= 0.0005
     ]
-    by_group = [Text("transfers that no kernel hides, by group: " + ", ".join(exposed))] if exposed else []
+    note = " (those of pp count as bubble above)" if "pp" in p.exposed_communication_ms else ""
+    by_group = (
+        [Text(f"transfers that no kernel hides, by group{note}: {', '.join(exposed)}")] if exposed else []
+    )
     return Group(Text(f"of the slowest rank, {p.slowest_rank}"), table, *by_group)
 
 

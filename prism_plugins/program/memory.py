@@ -368,7 +368,13 @@ def memory_findings(classes: Iterable[ClassMemory], *, data_parallel: int = 1) -
         room = f"of {memory.capacity_bytes / GIB:.1f} GiB ({outside / GIB:.1f} GiB of it CUDA and NCCL)"
         if need > memory.capacity_bytes:
             severity = "error"
-            text = f"out of memory: {memory.name} needs {need / GIB:.1f} GiB {room}{where}; live GiB: {live}"
+            cached = memory.device_used_bytes - need
+            unused = (
+                f", {memory.device_used_bytes / GIB:.1f} with the allocator's unused blocks"
+                if cached > GIB // 20
+                else ""
+            )
+            text = f"out of memory: {memory.name} needs {need / GIB:.1f} GiB {room}{unused}{where}; live GiB: {live}"
         elif memory.device_used_bytes > memory.capacity_bytes:
             severity = "warning"
             text = (

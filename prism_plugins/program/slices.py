@@ -202,15 +202,22 @@ class Startup(msgspec.Struct, frozen=True, kw_only=True):
     """Calls beyond those kept."""
 
 
+BENCHMARK_VERSION = 1
+"""Of :mod:`prism_plugins.host_benchmark`; figures of different versions cannot be compared."""
+
+
 class HostFigures(msgspec.Struct, frozen=True, kw_only=True):
     """How fast a machine issues work (:mod:`prism_plugins.host_benchmark`); CPU time of the issuing thread, microseconds."""
 
     version: int
-    """Of the benchmark; figures of different versions cannot be compared."""
+    """:data:`BENCHMARK_VERSION` of then."""
     dispatch_us: tuple[float, ...]
     """A step of a training loop without a device. Of a slice: measured after each iteration."""
     enqueue_us: dict[str, float]
     """A call on the device by kind."""
+    in_training: bool = False
+    """Measured in a process that trains, after its iterations, as slices do; elsewhere in a process of its own, whose caches and heap
+    hold nothing else."""
 
 
 class ScriptFailure(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,8 +55,8 @@ def expected_error(
     host_share = breakdown.host / parts if parts else 0.0
     if host_share > HOST_BOUND_SHARE:
         return ExpectedError(
-            basis=f"{100 * host_share:.0f} % of the slowest rank's time is the host's, whose speed is not measured: "
-            "read it as a lower bound"
+            basis=f"{100 * host_share:.0f} % of the slowest rank's time is the host's, and hosts of one kind differ by 1.7: "
+            "measure yours (prism calibrate --host)"
         )
     if unknown_ns > MAX_UNKNOWN_SHARE * total:
         gpu = view.gpu.name

@@ -287,7 +287,9 @@ class Probes:
             for i, program in enumerate(programs)
         )
         job = JobPrograms(layout=layout, classes=classes)
-        return with_host_of_slices(self.cluster, job, dict(enumerate(reports)), host_of(self._calibration))
+        return with_host_of_slices(
+            self.cluster, job, dict(enumerate(reports)), host_of(self._calibration, self.cluster)
+        )
 
     def _take(self, cluster: Cluster) -> None:
         """Emulations and further probes are priced on this cluster."""

@@ -142,7 +142,7 @@ def test_a_script_that_fails_after_enough_iterations_is_predicted_all_the_same(p
     assert 'raise ValueError("a deliberate crash")' in tail
     prediction = place.prediction()
     assert prediction["iteration_time_ms"] > 0
-    (found,) = (f for f in prediction["findings"] if f["kind"] == "script-failed")
+    (found,) = (f for f in prediction["findings"] if f["kind"] == "script_failed")
     assert found["severity"] == "error"
     assert "predicted is the last of the 2 iterations before" in found["message"]
     place.run("train.py")
