@@ -34,6 +34,9 @@ DISPATCH_IN_TRAINING = 1.55
 """How many times as long a step of the benchmark takes in a process that trains as in one of its own: 2,699 us (median after 8
 iterations of 1.1 s of a Megatron job, 1,817 to 3,022) against 1,743 us on the same host with an H200, 2026-12-01
 (tests/data/megatron_h200_host_in_training.json)."""
+BUSY = 1.15
+"""Slices whose iterations took so many times their CPU time shared their machine: up to 1.1 on an idle one, 1.3 to 2.5 with as
+many busy processes as cores."""
 ENQUEUE_IN_TRAINING = 1.38
 """The same of calls on the device: median of 15 kinds (1.02 to 1.75; GEMM 18.4 against 12.8 us), same process, same day."""
 
@@ -62,12 +65,15 @@ def with_host_of_slices(
     scaled = _scaled(bare, [(seconds, program) for seconds, _, program in found], pricer)
     if scaled is bare:
         return cluster
+    stretch = _stretch(reports.values())
     ratio = statistics.median(ratio for _, ratio, _ in found)
     measured = msgspec.structs.replace(
         scaled.host,
         slice_factor=_rounded(ratio),
         enqueue_us=dict(there.enqueue_us) if there is not None else {},
-        source=_source(ratio, host.slice_factor, target if there is not None else None),
+        stretch=_rounded(stretch),
+        source=_source(ratio, host.slice_factor, target if there is not None else None)
+        + _doubts(scaled.host.spread, stretch),
     )
     return msgspec.structs.replace(scaled, host=measured)
 
@@ -102,9 +108,10 @@ def _scaled(cluster: Cluster, found: list[tuple[float, Program]], pricer: Pricer
     if not scales:
         return cluster
     host, scale = cluster.host, statistics.median(scales)
+    spread = (max(scales) - min(scales)) / 2 / scale
     times = {name: _rounded(getattr(host, name) * scale) for name in ("op_us", "view_us", "comm_us")}
     return msgspec.structs.replace(
-        cluster, host=msgspec.structs.replace(host, measured_in_slices=True, **times)
+        cluster, host=msgspec.structs.replace(host, measured_in_slices=True, spread=round(spread, 3), **times)
     )
 
 
@@ -169,6 +176,29 @@ def _source(ratio: float, factor: float, target: HostCosts | None) -> str:
     else:
         text = f"CPU time of the slices times {ratio:.2f}, by which the host benchmark takes longer on {target.cpu or 'the calibrated host'}"
     return text if target is None else f"{text}; calls on the device as measured there"
+
+
+def _stretch(reports: Iterable[SliceReport]) -> float:
+    """How many times their CPU time iterations took; 1 where that is not known."""
+    of_iterations = [
+        wall / cpu
+        for report in reports
+        for wall, cpu in zip(
+            report.seconds_per_iteration[1:], report.cpu_seconds_per_iteration[1:], strict=False
+        )
+        if cpu
+    ]
+    return statistics.median(of_iterations) if of_iterations else 1.0
+
+
+def _doubts(spread: float, stretch: float) -> str:
+    text = f" (iterations differ by ±{100 * spread:.0f} %)"
+    if stretch > BUSY:
+        text += (
+            f"; this machine was busy: iterations took {stretch:.1f} times their CPU time, which makes host times rough "
+            "(emulate on a quiet machine, or give [host] op_us)"
+        )
+    return text
 
 
 def _assumed_seconds(program: Program, pricer: Pricer) -> float:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from prism_plugins.costs.calibration import HostCosts
-from prism_plugins.costs.cluster import Cluster, load_cluster, parse_cluster
+from prism_plugins.costs.cluster import Cluster, Host, load_cluster, parse_cluster
 from prism_plugins.costs.families import FAMILIES
 from prism_plugins.costs.host import enqueue_kind
 from prism_plugins.costs.model import build_cost_model, host_of
@@ -70,6 +70,25 @@ def test_times_are_those_of_the_least_disturbed_iteration_after_the_first():
     assert (found.host.op_us, found.host.view_us, found.host.comm_us) == (50.0, 10.0, 125.0)
     assert build_cost_model(found).price_op(ADD).host_ns == pytest.approx(50e3)
     assert any("CPU time of the slices" in line for line in build_cost_model(found).assumptions())
+
+
+def test_iterations_that_differ_and_a_busy_machine_are_told():
+    reports = report(0.9, 0.0055, 0.0066, 0.0055, host=figures(1000.0, 1000.0, 1000.0, 1000.0))
+    target = calibrated(figures(1000.0))
+
+    def host_and_line(*seconds: float) -> tuple[Host, str]:
+        reports[0] = msgspec.structs.replace(reports[0], seconds_per_iteration=seconds)
+        found = with_host_of_slices(load_cluster("dgx-h100"), job(kernels=100, views=50), reports, target)
+        (line,) = (text for text in build_cost_model(found).assumptions() if "CPU time of the slices" in text)
+        return found.host, line
+
+    host, line = host_and_line(0.9, 0.0055, 0.0068, 0.0056)
+    assert host.spread == pytest.approx(0.1, abs=0.001)
+    assert "differ by ±10 %" in line
+    assert "busy" not in line
+    host, line = host_and_line(0.9, 0.0110, 0.0150, 0.0056)
+    assert host.stretch == 2.0
+    assert "iterations took 2.0 times their CPU time" in line
 
 
 def test_a_slower_host():

@@ -100,7 +100,11 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     enqueue_us: dict[str, float] = {}
     """On top of the three times, by kind of call: kernels' host code and the driver. Given with ``dispatch_us``, or set by prism."""
     measured_in_slices: bool = False
-    """The times are those of a job's slices; set by prism, not in a description, like ``source``."""
+    """The times are those of a job's slices; set by prism, not in a description, like the next three."""
+    spread: float = 0.0
+    """Half the range of what the slices' iterations said, relative to their median."""
+    stretch: float = 0.0
+    """How many times their CPU time the slices' iterations took: above 1 where other work kept the machine busy."""
     source: str = ""
     """Where the times come from, for the report."""
     memory_bytes: int = 2_199_023_255_552
@@ -146,6 +150,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 _MAY_BE_ZERO = (
     "slice_factor",
     "dispatch_us",
+    "spread",
+    "stretch",
     "nvlink_latency_us",
     "nic_latency_us",
     "num_nics",

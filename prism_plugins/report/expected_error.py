@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from prism_plugins.costs.cluster import Host
 from prism_plugins.costs.families import family_of
 from prism_plugins.emit.job_view import JobView
 from prism_plugins.emit.spans import DeviceSpans, SpanKind
+from prism_plugins.host_speed import BUSY
 from prism_plugins.program.model import Program
 from prism_plugins.program.prediction import Breakdown, ExpectedError
 
@@ -53,10 +55,14 @@ def expected_error(
         return ExpectedError(basis="no device time")
     parts = breakdown.compute + breakdown.optimizer + breakdown.exposed_communication + breakdown.host
     host_share = breakdown.host / parts if parts else 0.0
+    cluster = getattr(view.costs, "cluster", None)
+    host = cluster.host if cluster is not None else Host()
     if host_share > HOST_BOUND_SHARE:
+        busy = ", which was busy" if host.stretch > BUSY else ""
+        spread = f" (±{100 * host.spread:.0f} % on this machine{busy})" if host.measured_in_slices else ""
         return ExpectedError(
-            basis=f"{100 * host_share:.0f} % of the slowest rank's time is the host's, and hosts of one kind differ by 1.7: "
-            "measure yours (prism calibrate --host)"
+            basis=f"{100 * host_share:.0f} % of the slowest rank's time is the host's{spread}, and hosts of one kind differ "
+            "by 1.7: measure yours (prism calibrate --host)"
         )
     if unknown_ns > MAX_UNKNOWN_SHARE * total:
         gpu = view.gpu.name
@@ -68,9 +74,11 @@ def expected_error(
         return ExpectedError(basis=why)
     communication = breakdown.exposed_communication
     computing = breakdown.compute + breakdown.optimizer
-    fraction = (weighted / known_ns * computing + COLLECTIVES * communication) / (computing + communication)
+    fraction = (
+        weighted / known_ns * computing + COLLECTIVES * communication + host.spread * breakdown.host
+    ) / parts
     return ExpectedError(
         fraction=fraction,
-        basis="median errors of ops and collectives, weighted by their time"
+        basis="median errors of ops and collectives and the spread of the host's times, weighted by their time"
         + (f"; {100 * unknown_ns / total:.0f} % of the compute time has none" if unknown_ns else ""),
     )

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.emit.spans import SpanKind
 from prism_plugins.program.model import EventKind, GroupInfo
 from prism_plugins.program.prediction import Breakdown
@@ -169,9 +170,13 @@ class TestGains:
 class TestExpectedError:
     breakdown = Breakdown(compute=90, exposed_communication=10, bubble=0, host=0, optimizer=0)
 
-    def priced_as(self, view, provenance):
+    def priced_as(self, view, provenance, **host):
+        described = load_cluster("dgx-h100")
+        told = msgspec.structs.replace(described.host, measured_in_slices=True, **host)
+
         class Model:
             calibration = None
+            cluster = msgspec.structs.replace(described, host=told)
 
             def in_state_of(self, _):
                 return self
@@ -196,9 +201,19 @@ class TestExpectedError:
     def test_host_bound_has_none(self, view, insight):
         program, _, spans = insight.ranks.of(0)
         bound = msgspec.structs.replace(self.breakdown, host=50)
-        error = expected_error(self.priced_as(view, "measured"), program, spans, bound)
+        error = expected_error(
+            self.priced_as(view, "measured", spread=0.2, stretch=1.5), program, spans, bound
+        )
         assert error.fraction is None
-        assert "hosts of one kind differ" in error.basis
+        assert (
+            "the host's (±20 % on this machine, which was busy), and hosts of one kind differ" in error.basis
+        )
+
+    def test_the_hosts_spread_counts(self, view, insight):
+        program, _, spans = insight.ranks.of(0)
+        some = msgspec.structs.replace(self.breakdown, compute=85, host=5)
+        error = expected_error(self.priced_as(view, "measured", spread=0.2), program, spans, some)
+        assert error.fraction == pytest.approx(0.85 * 0.02 + 0.1 * 0.087 + 0.05 * 0.2)
 
 
 class TestCharts:
