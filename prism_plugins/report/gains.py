@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from prism_plugins.costs.base import CostModel, Interference, Price
+from prism_plugins.costs.altered import Altered, without_host
+from prism_plugins.costs.base import CostModel, Price
 from prism_plugins.emit.job_view import JobView
 from prism_plugins.program.job import JobPrograms
-from prism_plugins.program.model import CommSignature, OpSignature
-from prism_plugins.program.prediction import Breakdown, Finding, Opportunity
+from prism_plugins.program.model import OpSignature
+from prism_plugins.program.prediction import Breakdown, Opportunity
 from prism_plugins.report.critical_path import CriticalPath, kind_of_op
 from prism_plugins.report.groups import dims_of, dims_of_group
 
@@ -49,45 +50,6 @@ _COMMUNICATION = {
     "ep": "overlap of expert communication, or experts inside a node",
     "cp": "overlap of the ring with attention, or a smaller cp",
 }
-
-
-class Altered:
-    """A cost model with some prices changed."""
-
-    def __init__(
-        self,
-        costs: CostModel,
-        *,
-        op: Callable[[OpSignature, Price], Price] = lambda _, price: price,
-        comm: Callable[[tuple[int, ...], Price], Price] = lambda _, price: price,
-    ) -> None:
-        self.name = costs.name
-        self.interference: Interference | None = getattr(costs, "interference", None)
-        self._costs = costs
-        self._op, self._comm = op, comm
-
-    def price_op(self, signature: OpSignature) -> Price:
-        """Price a device op."""
-        return self._op(signature, self._costs.price_op(signature))
-
-    def price_comm(self, comm: CommSignature, ranks: tuple[int, ...], rank: int) -> Price:
-        """Price a collective or p2p call."""
-        return self._comm(ranks, self._costs.price_comm(comm, ranks, rank))
-
-    def in_state_of(self, signatures: list[OpSignature]) -> CostModel:
-        """The altered model at the clocks of these ranks."""
-        return Altered(self._costs.in_state_of(signatures), op=self._op, comm=self._comm)
-
-    def settle(self, job: JobPrograms) -> None:
-        """Clocks stay as the unchanged job settled."""
-
-    def assumptions(self) -> tuple[str, ...]:
-        """Those of the model."""
-        return self._costs.assumptions()
-
-    def findings(self) -> tuple[Finding, ...]:
-        """Those of the model."""
-        return self._costs.findings()
 
 
 class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +115,7 @@ def _candidates(view: JobView, path: CriticalPath) -> Iterable[_Candidate]:
                 what=_HOST,
                 advice="fewer, larger kernels: fusion, CUDA graphs, a larger micro-batch; a faster host",
                 on_path_ms=ms,
-                alter=lambda costs: Altered(costs, op=_no_host, comm=lambda _, price: _no_host(None, price)),
+                alter=without_host,
             )
         elif kind == "optimizer":
             yield _Candidate(
@@ -219,7 +181,3 @@ def _free_ops(families: tuple[str, ...]) -> Callable[[OpSignature, Price], Price
         )
 
     return change
-
-
-def _no_host(_: OpSignature | None, price: Price) -> Price:
-    return msgspec.structs.replace(price, host_ns=0.0)

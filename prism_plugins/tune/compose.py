@@ -1,7 +1,7 @@
 """A layout put together from the costs of its layers: time and memory without running it.
 
 Every rank of a stage is its chunks' layers, plus embedding or loss; the pipeline schedule is simulated step by step
-(:mod:`.pipeline`); gradients and parameters are communicated in buckets, hidden behind the last backward and the first
+(:mod:`.pipeline`), a step as long as device or host need for it; gradients and parameters are communicated in buckets, hidden behind the last backward and the first
 forward where the layout overlaps them, and hold SMs there. Not composed: HBM and links that collectives and compute share,
 and differences between data-parallel ranks.
 """
@@ -37,7 +37,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     bubble_ms: float
     optimizer_ms: float
     host_ms: float = 0.0
-    """The device waits for the host; composed layouts have it in the other parts."""
+    """The device waits for the host."""
     source: str = "composed"
     """``composed`` or ``emulated``."""
 
@@ -101,14 +101,20 @@ class Composer:
             for c in shape.chunks[slowest]
         )
         work = busy(stages, m)[slowest]
+        device = m * sum(
+            self._device_step(kinds, c, field)
+            for c in shape.chunks[slowest]
+            for field in ("forward", "backward")
+        )
         exposed = waited + grad_ms[slowest] + delay + max(grads)
         return Estimate(
             iteration_ms=total,
             memory_bytes=self._memory(shape, kinds),
-            compute_ms=max(0.0, work - waited),
+            compute_ms=max(0.0, device - waited),
             exposed_ms=exposed,
             bubble_ms=max(0.0, ends[slowest] - work),
             optimizer_ms=optimizer + rest,
+            host_ms=max(0.0, work - device),
         )
 
     def at_least_ms(self, shape: Shape, kinds: Mapping[str, LayerCosts]) -> float:
@@ -120,8 +126,8 @@ class Composer:
     def _stages(self, shape: Shape, kinds: Mapping[str, LayerCosts]) -> Stages:
         forward, backward = [], []
         for stage in shape.chunks:
-            forward.append(tuple(self._step(kinds, c, "forward") for c in stage))
-            backward.append(tuple(self._step(kinds, c, "backward") for c in stage))
+            forward.append(tuple(self._step(shape, kinds, c, "forward") for c in stage))
+            backward.append(tuple(self._step(shape, kinds, c, "backward") for c in stage))
         layout = shape.layout
         here = dict.fromkeys(layout.sizes(), 0)
         transfer = []
@@ -135,14 +141,27 @@ class Composer:
             async_p2p=shape.async_p2p,
         )
 
-    def _step(self, kinds: Mapping[str, LayerCosts], chunk: Chunk, field: str) -> float:
-        """Forward starts with the embedding, backward with the loss: what comes before the first layer of a reduced job is
+    def _step(self, shape: Shape, kinds: Mapping[str, LayerCosts], chunk: Chunk, field: str) -> float:
+        """How long a forward or backward step takes: device or host, whichever is slower. Between stages the host waits for the
+        device in each exchange (Megatron synchronises after batched sends and receives), so every step begins with an empty queue."""
+        device, host = (self._device_step(kinds, chunk, f) for f in (field, f"host_{field}"))
+        lag = 0.0
+        if shape.layout.pp > 1 and not shape.async_p2p:
+            lag = max(
+                (getattr(kinds[kind].two, f"lag_{field}") for kind, n in chunk.layers if n), default=0.0
+            )
+        return max(device + lag, host)
+
+    def _device_step(self, kinds: Mapping[str, LayerCosts], chunk: Chunk, field: str) -> float:
+        """The same of the device alone, or of the host's work (``host_forward``, …).
+
+        Forward starts with the embedding, backward with the loss: what comes before the first layer of a reduced job is
         the one, the rest around its layers the other."""
         total = sum(n * kinds[kind].layer(field) for kind, n in chunk.layers)
         around = next(iter(kinds.values()))
         whole, head = around.around(field), getattr(around.one, f"head_{field}")
         head = min(head, whole)
-        embedding, loss = (head, whole - head) if field == "forward" else (whole - head, head)
+        embedding, loss = (head, whole - head) if field.endswith("forward") else (whole - head, head)
         return total + embedding * chunk.embedding + loss * chunk.loss
 
     def _chunk(self, kinds: Mapping[str, LayerCosts], chunk: Chunk, field: str, with_ends: bool) -> float:

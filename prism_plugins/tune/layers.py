@@ -5,7 +5,8 @@ whole take none: their backward is the forward again and the backward.
 
 Everything about a stage is taken as linear in its layers: the difference of the two slices is a layer, what remains of the
 first one is the embedding and the loss. Times come from the ordinary simulation of the reduced job, memory from the
-ordinary ledger, so whatever the emulator knows about ops, collectives and the host is in them.
+ordinary ledger, so whatever the emulator knows about ops and collectives is in them. Device and host are told apart: in so small a job
+the device waits for the host where it would not after a few layers more, and differences would be neither's time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from prism_plugins.costs.altered import without_host
 from prism_plugins.costs.base import CostModel
 from prism_plugins.errors import PrismError
 from prism_plugins.program.job import JobPrograms, RankClass
@@ -23,7 +25,7 @@ from prism_plugins.program.memory_device import CommunicatorUse, communicators
 from prism_plugins.program.model import EventFlag, EventKind, MemoryCategory, Program
 from prism_plugins.program.slices import JobFacts
 from prism_plugins.simulate.engine import Simulation
-from prism_plugins.simulate.prices import comm_ranks
+from prism_plugins.simulate.prices import Pricer, comm_ranks, host_ns_of_events
 
 _NS = 1e-6
 """ns to ms."""
@@ -36,6 +38,7 @@ class Reduced(msgspec.Struct, frozen=True, kw_only=True):
     """One reduced job, measured: times in ms, sizes in bytes. All of one micro-batch unless said otherwise."""
 
     forward: float
+    """Of the device, like all that follow up to ``exposed_forward``, with a host that is never late."""
     backward: float
     head_forward: float
     """Part of ``forward`` before its first layer."""
@@ -45,6 +48,15 @@ class Reduced(msgspec.Struct, frozen=True, kw_only=True):
     """Of both: collectives for which compute waits."""
     exposed_forward: float
     """Of these, those in ``forward``."""
+    host_forward: float
+    """What the host takes to issue ``forward``."""
+    host_backward: float
+    head_host_forward: float
+    head_host_backward: float
+    lag_forward: float
+    """How much later than the device alone a step ends whose host begins when the device does, if the device is slower from the
+    second layer on: the longest lead of the device over the host up to then."""
+    lag_backward: float
     optimizer: float
     """Device time in the optimizer's phase, an iteration."""
     rest: float
@@ -96,8 +108,10 @@ class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _PER_LAYER = (
-    "forward", "backward", "exposed_communication", "exposed_forward", "optimizer", "rest", "saved", "temporary_optimizer",
+    "forward", "backward", "exposed_communication", "exposed_forward", "host_forward", "host_backward", "optimizer", "rest",
+    "saved", "temporary_optimizer",
 )  # fmt: skip
+_HEADS = ("head_forward", "head_backward", "head_host_forward", "head_host_backward")
 
 
 def other_kind(base: LayerCosts, two: Reduced) -> LayerCosts:
@@ -106,8 +120,7 @@ def other_kind(base: LayerCosts, two: Reduced) -> LayerCosts:
     one = msgspec.structs.replace(
         two,
         **half,
-        head_forward=base.one.head_forward,
-        head_backward=base.one.head_backward,
+        **{f: getattr(base.one, f) for f in _HEADS},
         states=base.one.states,
         others=base.one.others,
     )
@@ -124,6 +137,8 @@ def recomputed(base: LayerCosts, input_bytes: int) -> LayerCosts:
             msgspec.structs.replace(
                 job,
                 backward=job.backward + layers * base.layer("forward"),
+                host_backward=job.host_backward + layers * base.layer("host_forward"),
+                lag_backward=max(job.lag_forward, job.lag_backward),
                 exposed_communication=job.exposed_communication + layers * base.layer("exposed_forward"),
                 saved=int(base.around("saved")) + layers * input_bytes,
                 temporary_layer=temporary,
@@ -135,7 +150,7 @@ def recomputed(base: LayerCosts, input_bytes: int) -> LayerCosts:
 
 def reduce_other(program: Program, facts: JobFacts, base: LayerCosts) -> Reduced:
     """A reduced job of another kind of layer, for :func:`other_kind`."""
-    return _reduce(program, _simulate(program, facts, base.prices), base.prices, [0, 0], base.shards)
+    return _reduce(program, facts, base.prices, [0, 0], base.shards)
 
 
 def measure(
@@ -160,11 +175,7 @@ def measure(
     ]
     shards = facts.layout.dp * facts.layout.cp if sharded else 1
     costs = _at_clocks_of(_layers_alone(two, heads, layer_events), facts, costs)
-    simulations = [_simulate(program, facts, costs) for program in programs]
-    reduced = [
-        _reduce(program, simulation, costs, heads, shards)
-        for program, simulation in zip(programs, simulations, strict=True)
-    ]
+    reduced = [_reduce(program, facts, costs, heads, shards) for program in programs]
     return LayerCosts(
         one=reduced[0],
         two=reduced[1],
@@ -251,15 +262,29 @@ def _name(program: Program, event: tuple[int, int, int, int, int]) -> tuple:
 
 
 def _reduce(
-    program: Program, simulation: Simulation, costs: CostModel, heads: list[int], shards: int = 1
+    program: Program, facts: JobFacts, costs: CostModel, heads: list[int], shards: int = 1
 ) -> Reduced:
+    simulation = _simulate(program, facts, costs)
     times = simulation.op_times(program.rank)
     end = np.maximum.accumulate(times.end_ns)
     forward, backward = _rows(program, "forward"), _rows(program, "backward")
     steps = _steps(program)
     ended = {step: float(end[hi]) for step, (_, hi) in steps.items()}
-    forward_ns = ended["forward", 1] - ended["backward", 0]
-    backward_ns = ended["backward", 0] - ended["forward", 0]
+    alone = _simulate(program, facts, without_host(costs)).op_times(program.rank)
+    device = np.maximum.accumulate(alone.end_ns)
+    begins = {
+        "forward": float(device[steps["backward", 0][1]]),
+        "backward": float(device[steps["forward", 0][1]]),
+    }
+    forward_ns = float(device[forward[1]]) - begins["forward"]
+    backward_ns = float(device[backward[1]]) - begins["backward"]
+    host_ns = host_ns_of_events(
+        *(program.events[column] for column in ("kind", "ref", "value")), Pricer(costs).price(program)
+    )
+    lags = {
+        kind: _lag(program, rows, host_ns, device - begins[kind])
+        for kind, rows in (("forward", forward), ("backward", backward))
+    }
     optimizer = steps.get(("optimizer", -1))
     optimizer_ns = float(end[optimizer[1]] - end[optimizer[0]]) if optimizer else 0.0
     gathered = _waited(program, times, (optimizer,)) if optimizer and shards > 1 else 0.0
@@ -290,10 +315,16 @@ def _reduce(
     return Reduced(
         forward=forward_ns * _NS,
         backward=backward_ns * _NS,
-        head_forward=_until(end, ended["backward", 0], forward[0] + heads[0]) * _NS,
-        head_backward=_until(end, ended["forward", 0], backward[0] + heads[1]) * _NS,
-        exposed_communication=_waited(program, times, (forward, backward)) * _NS,
-        exposed_forward=_waited(program, times, (forward,)) * _NS,
+        head_forward=_until(device, begins["forward"], forward[0] + heads[0]) * _NS,
+        head_backward=_until(device, begins["backward"], backward[0] + heads[1]) * _NS,
+        exposed_communication=_waited(program, alone, (forward, backward)) * _NS,
+        exposed_forward=_waited(program, alone, (forward,)) * _NS,
+        host_forward=float(host_ns[slice(*forward)].sum()) * _NS,
+        host_backward=float(host_ns[slice(*backward)].sum()) * _NS,
+        head_host_forward=float(host_ns[forward[0] : forward[0] + heads[0]].sum()) * _NS,
+        head_host_backward=float(host_ns[backward[0] : backward[0] + heads[1]].sum()) * _NS,
+        lag_forward=lags["forward"] * _NS,
+        lag_backward=lags["backward"] * _NS,
         optimizer=max(0.0, optimizer_ns - gathered) * shards * _NS,
         rest=max(0.0, rest) * _NS,
         states=states,
@@ -304,6 +335,20 @@ def _reduce(
         temporary_optimizer=shards
         * max(0, int(curve[optimizer_rows[0] : optimizer_rows[1] + 1].max(initial=0)) - live),
     )
+
+
+def _lag(program: Program, rows: tuple[int, int], host_ns: np.ndarray, device_ns: np.ndarray) -> float:
+    """The longest lead of the device over the host in the first half of a phase, in which both begin at 0.
+
+    A step of kernels of lengths ``d`` that the host issues at ``H`` ends at ``max over j (H[j] + sum of d[j:])``, so later than
+    the device alone by ``max over j (H[j] - sum of d[:j])``. ``device_ns``: the device's work up to each row.
+    """
+    lo, hi = rows[0], rows[0] + (rows[1] - rows[0]) // 2
+    kinds = program.events["kind"][lo:hi]
+    issued = np.cumsum(host_ns[lo:hi])
+    done = np.maximum(device_ns[lo - 1 : hi - 1] if lo else np.append(0.0, device_ns[: hi - 1]), 0.0)
+    works = (kinds == EventKind.KERNEL) | (kinds == EventKind.COMM)
+    return float(np.maximum(issued - done, 0.0)[works].max(initial=0.0))
 
 
 def _until(end: np.ndarray, begin: float, row: int) -> float:

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from prism_plugins.costs.altered import Altered
 from prism_plugins.costs.cluster import load_cluster
 from prism_plugins.emit.spans import SpanKind
 from prism_plugins.program.model import EventKind, GroupInfo
@@ -13,7 +14,7 @@ from prism_plugins.program.prediction import Breakdown
 from prism_plugins.report import gains
 from prism_plugins.report.critical_path import kind_of_op
 from prism_plugins.report.expected_error import expected_error
-from prism_plugins.report.gains import Altered, opportunities
+from prism_plugins.report.gains import opportunities
 from prism_plugins.report.groups import dims_of, dims_of_group
 from prism_plugins.report.memory_curves import memory_curve
 from prism_plugins.report.schedule import schedule
