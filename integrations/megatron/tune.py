@@ -264,7 +264,7 @@ class MegatronSpace:
             bucket_elements=int(bucket),
             param_dtype=model.dtype,
             tied_embedding=launch.tied,
-            async_p2p=p["vpp"] > 1 and launch.args.get("overlap_p2p_comm") is not False,
+            async_p2p=p["vpp"] > 1 and launch.overlaps_transfers,
         )
 
     def _chunks(self, p: Mapping[str, Any]) -> tuple[tuple[Chunk, ...], ...]:

@@ -64,6 +64,8 @@ class MegatronLaunch:
         self.gpus_per_node = launch.gpus_per_node
         self.flags = set(self.args.get("prism_flags", ()))
         """Those that the script takes."""
+        self.overlaps_transfers = "--no-overlap-p2p-communication" not in self.argv
+        """Between virtual stages. Megatron's argument says False for every launch that has none, so it does not tell."""
         self._check()
         self.model = ModelSizes(self.args)
         self.global_batch = int(self.args["global_batch_size"])

@@ -30,7 +30,12 @@ class Prices:
     interference = None
 
     def price_op(self, signature):
-        return Price(duration_ns=DEVICE_US[signature.op] * 1e3, host_ns=HOST_US * 1e3, provenance="modelled", rule="fixed")
+        return Price(
+            duration_ns=DEVICE_US[signature.op] * 1e3,
+            host_ns=HOST_US * 1e3,
+            provenance="modelled",
+            rule="fixed",
+        )
 
     def in_state_of(self, signatures):
         return self

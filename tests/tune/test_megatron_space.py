@@ -270,3 +270,14 @@ def test_probes_have_the_optimizer_that_the_launch_cannot_do_without() -> None:
         "--use-distributed-optimizer" not in p.command and not p.sharded for p in plain.probes(plain.own)
     )
     assert all("--use-distributed-optimizer" in p.command and p.sharded for p in sharded.probes(sharded.own))
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-overlap-p2p-communication",)])
+def test_virtual_stages_overlap_their_transfers_unless_the_launch_says_no(flags):
+    """Megatron's own argument is False in a launch without virtual stages."""
+    launch = Launch(
+        argv=(*ARGV, *flags), arguments={**ARGUMENTS, "overlap_p2p_comm": False}, world_size=16, gpus_per_node=8, chosen={}
+    )  # fmt: skip
+    space = MegatronTuner().space(launch)
+    assert space.shape(point_of(space, vpp=2)).async_p2p is not bool(flags)
+    assert not space.shape(space.own).async_p2p
