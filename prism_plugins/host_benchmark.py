@@ -23,6 +23,8 @@ KINDS = (
     "gather", "foreach", "event_record", "event_wait", "collective",
 )  # fmt: skip
 """Kinds of calls on a device."""
+AFTER_ITERATION_S = 0.05
+"""Time given to ``dispatch_us`` after each training iteration: the caches hold the iteration, and a step fills but few of them."""
 _BATCHES = 7
 _NUMEL_SIDE = 192
 """Side of a matrix operand: above the 64 KiB up to which a virtual device computes, short on a GPU."""

@@ -5,7 +5,7 @@ how long that takes, which no constant per op can: ZeRO-3's hooks make a kernel 
 does. Two things differ on the target: its CPU, and that calls on the device go through kernels' host code and a driver
 where a slice only records. Both are measured by :mod:`prism_plugins.host_benchmark`, in the slice, right after the
 iteration that is scaled, and on the machine with the GPU, in a process that trains there; figures of a process of its own
-(``prism calibrate --host``) are taken to be as much shorter as they were where both were measured:
+(``prism calibrate --host`` before 2026-12-01) are taken to be as much shorter as they were where both were measured:
 
     host time = (CPU time - sum over kinds: calls x call in the slice) x dispatch there / dispatch here
                 + sum over kinds: calls x call there

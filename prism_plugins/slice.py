@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from prism_plugins.capture.recorder import DeviceStats
 
 
-HOST_BENCHMARK_S = 0.05
-"""Time given to the host benchmark after each iteration."""
 ENOUGH_ITERATIONS = 2
 """A script that fails after so many is predicted: the first one makes optimizer states and fills caches."""
 
@@ -177,10 +175,10 @@ class Slice:
         """An iteration was recorded: publish the journal, and see how fast the machine is just now."""
         self.save_journal()
         if self._tells_host_speed:
-            from prism_plugins.host_benchmark import DispatchBenchmark
+            from prism_plugins.host_benchmark import AFTER_ITERATION_S, DispatchBenchmark
 
             self._benchmark = self._benchmark or DispatchBenchmark()
-            self._dispatch_us.append(self._benchmark.measure_us(budget_s=HOST_BENCHMARK_S))
+            self._dispatch_us.append(self._benchmark.measure_us(budget_s=AFTER_ITERATION_S))
 
     def _prepare(self) -> Context:
         spec = self.spec

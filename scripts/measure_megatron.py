@@ -175,6 +175,12 @@ def worker() -> None:
     atexit.register(write_memory)
     if os.environ.get("PRISM_MEASURE_PARTS"):
         watch_iterations(rank, profiled=int(os.environ["PRISM_MEASURE_PARTS"]))
+    prepare()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def prepare() -> None:
+    """What an installed megatron-core 0.16 lacks where there is no Transformer Engine and no checkout of its own."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -185,7 +191,6 @@ def worker() -> None:
         utils.compile_helpers = lambda: (
             None
         )  # an installed megatron-core brings them, and no Makefile that works
-    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def watch_iterations(rank: int, *, profiled: int) -> None:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prism_plugins.costs.calibration import HostCosts
 from prism_plugins.costs.families import family_of
 from prism_plugins.host_benchmark import (
+    AFTER_ITERATION_S,
     DispatchBenchmark,
     enqueue_calls,
     measure_enqueue_us,
@@ -25,6 +26,9 @@ from prism_plugins.program.slices import BENCHMARK_VERSION, HostFigures
 _CALLS = 2000
 _STEPS = 12
 _COPY_BYTES = 256 << 20
+_ITERATIONS = 8
+_ITERATION_S = 0.5
+"""Long enough that an iteration leaves the caches as that of a real job does."""
 
 
 def measure_host(device: str) -> HostCosts:
@@ -48,12 +52,22 @@ def measure_host(device: str) -> HostCosts:
 
 
 def _benchmark(device: str, collective_us: float) -> HostFigures:
-    """What slices measure of their machine, measured here."""
-    dispatch = DispatchBenchmark().measure_us(budget_s=2.0)
+    """What slices measure of their machine after each of their iterations and at their end, measured here in the same way."""
+    training, dispatch = _Training(device), DispatchBenchmark()
+    training.iterate()
+    steps = []
+    for _ in range(_ITERATIONS):
+        training.iterate(seconds=_ITERATION_S)
+        steps.append(dispatch.measure_us(budget_s=AFTER_ITERATION_S))
     enqueue = measure_enqueue_us(enqueue_calls(device)) if device.startswith("cuda") else {}
     if collective_us:
         enqueue["collective"] = collective_us
-    return HostFigures(version=BENCHMARK_VERSION, dispatch_us=(round(dispatch, 1),), enqueue_us=enqueue)
+    return HostFigures(
+        version=BENCHMARK_VERSION,
+        dispatch_us=(round(statistics.median(steps), 1),),
+        enqueue_us=enqueue,
+        in_training=True,
+    )
 
 
 def _per_call(call: Callable[[], object], device: str, *, calls: int = _CALLS) -> float:
@@ -103,27 +117,41 @@ class _Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
 
 
+class _Training:
+    """An eager training loop of small blocks with AdamW, whose every op is short.
+
+    ``foreach``: of the optimizer; None for torch's own choice.
+    """
+
+    def __init__(self, device: str, *, blocks: int = 24, foreach: bool | None = None) -> None:
+        self._model = nn.Sequential(*(_Block() for _ in range(blocks))).to(device)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, foreach=foreach)
+        self._x = torch.randn(2, 16, 64, device=device)
+
+    def iterate(self, *, seconds: float = 0.0) -> None:
+        """One optimizer step, of at least one micro-batch and as many as begin within ``seconds``."""
+        until = time.monotonic() + seconds
+        self._optimizer.zero_grad()
+        while True:
+            self._model(self._x).square().mean().backward()
+            if time.monotonic() >= until:
+                break
+        self._optimizer.step()
+
+
 def _training_step_us(device: str, *, view_us: float) -> float:
     """Host time per launched op of an eager forward, backward and AdamW step."""
-    model = nn.Sequential(*(_Block() for _ in range(4))).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
-    x = torch.randn(2, 16, 64, device=device)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
+    training = _Training(device, blocks=4, foreach=False)
     for _ in range(3):
-        step()
+        training.iterate()
     _wait(device)
     with _Count() as counted:
-        step()
+        training.iterate()
     times = []
     for _ in range(_STEPS):
         _wait(device)
         began = time.perf_counter()
-        step()
+        training.iterate()
         times.append(time.perf_counter() - began)
     _wait(device)
     us = statistics.median(times) * 1e6
