@@ -108,7 +108,8 @@ def _scaled(cluster: Cluster, found: list[tuple[float, Program]], pricer: Pricer
     if not scales:
         return cluster
     host, scale = cluster.host, statistics.median(scales)
-    spread = (max(scales) - min(scales)) / 2 / scale
+    low, high = np.percentile(scales, (16, 84)).tolist()
+    spread = (high - low) / 2 / scale
     times = {name: _rounded(getattr(host, name) * scale) for name in ("op_us", "view_us", "comm_us")}
     return msgspec.structs.replace(
         cluster, host=msgspec.structs.replace(host, measured_in_slices=True, spread=round(spread, 3), **times)

@@ -102,7 +102,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     measured_in_slices: bool = False
     """The times are those of a job's slices; set by prism, not in a description, like the next three."""
     spread: float = 0.0
-    """Half the range of what the slices' iterations said, relative to their median."""
+    """Half of what the middle two thirds of the slices' iterations span, relative to their median: one standard deviation."""
     stretch: float = 0.0
     """How many times their CPU time the slices' iterations took: above 1 where other work kept the machine busy."""
     source: str = ""
