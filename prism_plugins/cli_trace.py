@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         from prism_plugins.emit.tensorboard import write_tensorboard
 
         write_tensorboard(rundir.tensorboard, read_prediction(rundir.prediction))
-        _say(f"{rundir.path / 'tensorboard'}")
+        _say(f"{rundir.tensorboard}")
         return 0
     view = load_view(rundir)
     if arguments.format == "perfetto":

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from prism_plugins.program.slices import BENCHMARK_VERSION, HostFigures
 
 KINDS = (
     "view", "elementwise", "gemm", "batched_gemm", "attention", "softmax", "norm", "reduction", "cat", "copy", "fill",
@@ -95,6 +97,16 @@ class DispatchBenchmark:
         self._optimizer.zero_grad()
         self._model(self._x).sum().backward()
         self._optimizer.step()
+
+
+def figures_of_training(dispatch_us: Iterable[float]) -> HostFigures:
+    """Steps that were measured after iterations of this process, and calls on its device measured now."""
+    return HostFigures(
+        version=BENCHMARK_VERSION,
+        dispatch_us=tuple(dispatch_us),
+        enqueue_us=measure_enqueue_us(enqueue_calls("cuda") | collective_call("cuda")),
+        in_training=True,
+    )
 
 
 def enqueue_calls(device: str) -> dict[str, Callable[[], object]]:

@@ -34,11 +34,11 @@ DISPATCH_IN_TRAINING = 1.55
 """How many times as long a step of the benchmark takes in a process that trains as in one of its own: 2,699 us (median after 8
 iterations of 1.1 s of a Megatron job, 1,817 to 3,022) against 1,743 us on the same host with an H200, 2026-12-01
 (tests/data/megatron_h200_host_in_training.json)."""
+ENQUEUE_IN_TRAINING = 1.38
+"""The same of calls on the device: median of 15 kinds (1.02 to 1.75; GEMM 18.4 against 12.8 us), same process, same day."""
 BUSY = 1.15
 """Slices whose iterations took so many times their CPU time shared their machine: up to 1.1 on an idle one, 1.3 to 2.5 with as
 many busy processes as cores."""
-ENQUEUE_IN_TRAINING = 1.38
-"""The same of calls on the device: median of 15 kinds (1.02 to 1.75; GEMM 18.4 against 12.8 us), same process, same day."""
 
 
 def with_host_of_slices(

@@ -26,7 +26,6 @@ from prism_plugins.program.allocator_settings import conf_of, settings_from_envi
 from prism_plugins.program.model import EventKind, Program
 from prism_plugins.program.prediction import Finding
 from prism_plugins.program.slices import (
-    BENCHMARK_VERSION,
     HostFigures,
     JobFacts,
     ScriptFailure,
@@ -278,18 +277,9 @@ class Slice:
         """How fast this machine is, beside the CPU times of the iterations."""
         if not self._tells_host_speed:
             return None
-        from prism_plugins.host_benchmark import (
-            collective_call,
-            enqueue_calls,
-            measure_enqueue_us,
-        )
+        from prism_plugins.host_benchmark import figures_of_training
 
-        return HostFigures(
-            version=BENCHMARK_VERSION,
-            dispatch_us=tuple(self._dispatch_us),
-            in_training=True,
-            enqueue_us=measure_enqueue_us(enqueue_calls("cuda") | collective_call("cuda")),
-        )
+        return figures_of_training(self._dispatch_us)
 
     def _never_trained(self) -> None:
         supported = ", ".join(i.name for i in self.integrations if i.name not in LIBRARIES) or "none"

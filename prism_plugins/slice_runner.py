@@ -214,11 +214,7 @@ def failure(report: SliceReport, rundir: RunDir) -> Exception:
     what = f"the slice of rank {report.rank} {report.status}"
     if report.status == "script_failed":
         what = f"the script failed as rank {report.rank}"
-    return SliceFailed(
-        _told(
-            what, ScriptFailure(message=report.message, traceback=report.traceback, phase=report.phase), log
-        )
-    )
+    return SliceFailed(_told(what, report, log))
 
 
 def late_failures(reports: Mapping[int, SliceReport], rundir: RunDir) -> list[str]:
@@ -230,7 +226,7 @@ def late_failures(reports: Mapping[int, SliceReport], rundir: RunDir) -> list[st
     ]
 
 
-def _told(what: str, failure: ScriptFailure, log: Path) -> str:
+def _told(what: str, failure: ScriptFailure | SliceReport, log: Path) -> str:
     trace = failure.traceback.rstrip()
     head = f"prism: error: {what} ({failure.phase}): {failure.message}"
     return "\n".join([head, *([trace] if trace else []), f"prism: its whole output: {log}"])

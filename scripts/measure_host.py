@@ -36,7 +36,7 @@ from prism_plugins.costs.measured import shipped_calibration
 from prism_plugins.costs.model import build_cost_model
 from prism_plugins.errors import PrismError
 from prism_plugins.host_speed import with_host_of_slices
-from prism_plugins.program.slices import BENCHMARK_VERSION, HostFigures, SliceReport
+from prism_plugins.program.slices import HostFigures, SliceReport
 from prism_plugins.rundir import RunDir
 from prism_plugins.simulate.engine import Simulation
 
@@ -203,22 +203,11 @@ def figures_of(failed: str, path: Path) -> HostFigures | None:
 
 def own_process() -> None:
     """The benchmark where nothing else ran."""
-    from prism_plugins.host_benchmark import DispatchBenchmark
+    from prism_plugins.host_benchmark import DispatchBenchmark, figures_of_training
 
     dispatch = DispatchBenchmark().measure_us(budget_s=2.0)
-    Path(sys.argv[2]).write_bytes(msgspec.json.encode(figures([dispatch], in_training=False)))
-
-
-def figures(dispatch_us: list[float], *, in_training: bool) -> HostFigures:
-    """Steps that were measured, and calls on the device measured now."""
-    from prism_plugins.host_benchmark import collective_call, enqueue_calls, measure_enqueue_us
-
-    return HostFigures(
-        version=BENCHMARK_VERSION,
-        dispatch_us=tuple(round(us, 1) for us in dispatch_us),
-        enqueue_us=measure_enqueue_us(enqueue_calls("cuda") | collective_call("cuda")),
-        in_training=in_training,
-    )
+    figures = msgspec.structs.replace(figures_of_training([round(dispatch, 1)]), in_training=False)
+    Path(sys.argv[2]).write_bytes(msgspec.json.encode(figures))
 
 
 class Watch:
@@ -256,7 +245,9 @@ class Watch:
 
     def write(self, path: str) -> None:
         """At the end of the process."""
-        found = figures(self.steps[WARM_UP:], in_training=True)
+        from prism_plugins.host_benchmark import figures_of_training
+
+        found = figures_of_training(round(us, 1) for us in self.steps[WARM_UP:])
         record = {"iterations": self.rows, "steps_us": self.steps, "figures": msgspec.to_builtins(found)}
         Path(path).write_text(json.dumps(record))
 

@@ -102,7 +102,7 @@ class Composer:
         )
         work = busy(stages, m)[slowest]
         device = m * sum(
-            self._device_step(kinds, c, field)
+            self._by_layers(kinds, c, field)
             for c in shape.chunks[slowest]
             for field in ("forward", "backward")
         )
@@ -144,7 +144,7 @@ class Composer:
     def _step(self, shape: Shape, kinds: Mapping[str, LayerCosts], chunk: Chunk, field: str) -> float:
         """How long a forward or backward step takes: device or host, whichever is slower. Between stages the host waits for the
         device in each exchange (Megatron synchronises after batched sends and receives), so every step begins with an empty queue."""
-        device, host = (self._device_step(kinds, chunk, f) for f in (field, f"host_{field}"))
+        device, host = (self._by_layers(kinds, chunk, f) for f in (field, f"host_{field}"))
         lag = 0.0
         if shape.layout.pp > 1 and not shape.async_p2p:
             lag = max(
@@ -152,8 +152,8 @@ class Composer:
             )
         return max(device + lag, host)
 
-    def _device_step(self, kinds: Mapping[str, LayerCosts], chunk: Chunk, field: str) -> float:
-        """The same of the device alone, or of the host's work (``host_forward``, …).
+    def _by_layers(self, kinds: Mapping[str, LayerCosts], chunk: Chunk, field: str) -> float:
+        """What a step takes of the device alone (``forward``, ``backward``) or of the host (``host_forward``, …), linear in its layers.
 
         Forward starts with the embedding, backward with the loss: what comes before the first layer of a reduced job is
         the one, the rest around its layers the other."""

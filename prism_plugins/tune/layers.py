@@ -346,7 +346,7 @@ def _lag(program: Program, rows: tuple[int, int], host_ns: np.ndarray, device_ns
     lo, hi = rows[0], rows[0] + (rows[1] - rows[0]) // 2
     kinds = program.events["kind"][lo:hi]
     issued = np.cumsum(host_ns[lo:hi])
-    done = np.maximum(device_ns[lo - 1 : hi - 1] if lo else np.append(0.0, device_ns[: hi - 1]), 0.0)
+    done = np.maximum(device_ns[lo - 1 : hi - 1], 0.0)  # another phase is before each measured one
     works = (kinds == EventKind.KERNEL) | (kinds == EventKind.COMM)
     return float(np.maximum(issued - done, 0.0)[works].max(initial=0.0))
 
